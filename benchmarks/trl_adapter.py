@@ -9,8 +9,9 @@ backward, clipping, optimizer, schedule and loop, without its padding and scorin
 step is one `update(batch)`, from plain lists to metrics. Blocks of steps alternate, so that other
 load on the machine slows both. The bar is 15 ms per step.
 
-With `--processes N` it compares one process with N instead, DDP and FSDP2, without a bar: on a CPU,
-processes pay off only if each has its own cores, and if a step takes longer than their messages.
+With `--processes N` it compares one process with N instead, DDP and (on GPUs) FSDP2, without a bar:
+on a CPU, processes pay off only if each has its own cores, and if a step takes longer than their
+messages.
 """
 
 from __future__ import annotations
@@ -71,7 +72,8 @@ async def divide(arguments: argparse.Namespace, folder: str, samples: Sequence[S
     options, config, batch = prepared(arguments, folder, samples)
     medians: list[float] = []
     many = arguments.processes
-    for processes, sharding in ((1, "none"), (many, "none"), (many, "full")):
+    cuda = torch.cuda.is_available()  # accelerate shards on GPUs only
+    for processes, sharding in [(1, "none"), (many, "none"), *[(many, "full")] * cuda]:
         several = options.model_copy(update={"processes": processes, "sharding": sharding})
         seconds = []
         async with TrlAdapter(several, config) as adapter:

@@ -27,7 +27,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from retrain.engine.ranks.contract import ignore_signals, launched
 from retrain.errors import (
     ConfigError,
     RetrainError,
@@ -41,6 +40,7 @@ from retrain.observe.streams import let_go
 
 if TYPE_CHECKING:
     from retrain.adapters.base import AdapterOptions
+    from retrain.adapters.trl.ranks.contract import Place
     from retrain.assembly import Parts
     from retrain.config import RunConfig
     from retrain.observe.callbacks import Callback, TrainingResult
@@ -62,6 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_intermixed_args(argv)
     places: list[Path] = []
     if _follows():
+        from retrain.adapters.trl.ranks.contract import ignore_signals
+
         ignore_signals()
 
     def command() -> int:
@@ -325,10 +327,22 @@ async def _train(config: RunConfig, console: Console, *, resume: bool) -> Traini
     return await train(config, callbacks=[console], resume=resume, parts=parts, console=False)
 
 
+def _launched() -> Place | None:
+    """This process's place among those that a launcher such as torchrun started; None without one.
+
+    Raises ConfigError if the launcher's variables are wrong.
+    """
+    if "WORLD_SIZE" not in os.environ:
+        return None
+    from retrain.adapters.trl.ranks.contract import launched
+
+    return launched()
+
+
 def _follows() -> bool:
-    """Whether a launcher such as torchrun started this process beside rank 0, which reports."""
+    """Whether a launcher started this process beside rank 0, which reports."""
     try:
-        place = launched()
+        place = _launched()
     except ConfigError:
         return False
     return place is not None and place.rank > 0
@@ -345,7 +359,7 @@ def _follow(config: RunConfig, *, dry_run: bool) -> int:
     parts = _assembled(config)
     if not dry_run:
         module, _, function = parts.options.follower.partition(":")
-        getattr(import_module(module), function)(launched(), (parts.options, config))
+        getattr(import_module(module), function)(_launched(), (parts.options, config))
     return DONE
 
 
@@ -375,7 +389,7 @@ def _dry_run(config: RunConfig, source: str, *, resume: bool) -> int:
 def _assembled(config: RunConfig) -> Parts:
     from retrain.assembly import assemble
 
-    place = launched()
+    place = _launched()
     parts = assemble(config)
     if place is not None and not parts.options.follower:
         raise ConfigError(

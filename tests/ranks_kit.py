@@ -11,8 +11,8 @@ import pickle
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -20,22 +20,39 @@ from typing import Any
 
 import psutil
 import pytest
+from accelerate.state import AcceleratorState, DistributedType, PartialState
 from torch import Tensor
 
 from retrain.adapters.trl import adapter as adapter_module
 from retrain.adapters.trl.adapter import TrlAdapter
 from retrain.adapters.trl.follow import follow
 from retrain.adapters.trl.options import TrlOptions
+from retrain.adapters.trl.ranks.contract import Place
+from retrain.adapters.trl.ranks.crew import ADDRESS, STOP_SECONDS, Crew
+from retrain.adapters.trl.ranks.group import open_store
+from retrain.adapters.trl.ranks.sharding import is_sharded
 from retrain.config import RunConfig
-from retrain.engine.ranks.contract import Place
-from retrain.engine.ranks.crew import ADDRESS, STOP_SECONDS, Crew
-from retrain.engine.ranks.group import open_store
-from retrain.engine.ranks.sharding import is_sharded
 from retrain.errors import AdapterError
 from retrain.types import Batch, Metrics, Sample
 from tests import trl_kit
 
 LONG = timedelta(minutes=10)
+
+
+@contextmanager
+def sharding_on_cpu() -> Iterator[None]:
+    """Let accelerate shard on the CPU, where it does not know FSDP; torch's works there too."""
+    plain = AcceleratorState.__init__
+
+    def initialize(state: Any, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:
+        plain(state, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+        if fsdp_plugin is not None and state.distributed_type == DistributedType.MULTI_CPU:
+            state.distributed_type, state.fsdp_plugin = DistributedType.FSDP, fsdp_plugin
+            PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AcceleratorState, "__init__", initialize)
+        yield
 
 
 def serve(place: Place, _: None) -> None:
@@ -49,7 +66,8 @@ def serve(place: Place, _: None) -> None:
             return
         meeting, work = case
         if place.rank < meeting.size:
-            follow(replace(meeting, rank=place.rank, local_rank=place.rank), work)
+            with sharding_on_cpu():
+                follow(replace(meeting, rank=place.rank, local_rank=place.rank), work)
         number += 1
 
 
@@ -113,7 +131,7 @@ async def launched(size: int, folder: Path) -> AsyncIterator[Launch]:
     """Processes for cases of up to `size` ranks."""
     launch, target = Launch(), "tests.ranks_kit:serve"
     launch.crew = await Crew.start(size, target, None, folder=folder, lost=launch.report)
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, sharding_on_cpu():
         patch.setattr(adapter_module, "Crew", launch.lend())
         try:
             yield launch
@@ -237,7 +255,7 @@ class Run:
     def find_followers(self) -> None:
         children = psutil.Process(self.process.pid).children()
         found = [child for child in children if child.is_running()]
-        self.followers = [c for c in found if "retrain.engine.ranks.follower" in c.cmdline()]
+        self.followers = [c for c in found if "retrain.adapters.trl.ranks.follower" in c.cmdline()]
 
     def until_it_trains(self) -> Run:
         """Until its first step is done."""

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import torch
 
 from retrain.service.app import ServiceApp
-from retrain.service.front import make_server
+from retrain.service.http_server import make_server
 from retrain.service.serve import LOOPBACK
-from retrain.service.state import FrontSettings, Settings
+from retrain.service.state import HttpLimits, ServiceSettings
 
 TOKENS = [70, 71, 72, 73, 74, 75]
 CROSS_ENTROPY = {"target_tokens": ([71, 72, 73, 74, 75], "int64"), "weights": ([0, 1, 1, 1, 1],)}
@@ -95,6 +96,17 @@ class Tinker(Caller):
         out = await self.result(await self.post("forward", body))
         return out["loss_fn_outputs"][0]["logprobs"]["data"]
 
+    async def snapshot(self, seq_id: int, number: int, model_id: str = "") -> str:
+        """The sampling session of a model's present weights."""
+        body = {"model_id": model_id or self.model_id, "sampling_session_seq_id": number}
+        saved = await self.done("save_weights_for_sampler", seq_id, **body)
+        return saved["sampling_session_id"]
+
+    async def base_sampler(self, number: int) -> str:
+        body = {"session_id": self.session_id, "sampling_session_seq_id": number}
+        found = await self.post("create_sampling_session", {**body, "base_model": "tiny"})
+        return found["sampling_session_id"]
+
     async def score(self, sampler_id: str, seq_id: int) -> list[float]:
         """The sampler's log-probs of TOKENS[1:]."""
         body = {
@@ -116,12 +128,23 @@ def passed(*data: Any, loss: str = "cross_entropy", config: Any = None) -> dict[
     return {"forward_backward_input": given}
 
 
+def reference(tinker: Tinker) -> torch.Tensor:
+    """The trained model's log-probs at TOKENS[:-1], (5, V), by a plain forward."""
+    model = tinker.app.service.models[tinker.model_id].trainer.model
+    return model(input_ids=torch.tensor([TOKENS[:-1]])).logits[0].log_softmax(-1)
+
+
+def dense(tensor: torch.Tensor, dtype: str) -> dict[str, Any]:
+    """A tensor as the Tinker protocol writes it."""
+    return {"data": tensor.flatten().tolist(), "dtype": dtype, "shape": list(tensor.shape)}
+
+
 @asynccontextmanager
 async def in_process(
     folder: Path, kind: type[Caller] = Tinker, **settings: Any
 ) -> AsyncIterator[Any]:
     """A caller of a service that lives in this event loop."""
-    async with ServiceApp(Settings(folder=folder, **{"long_poll": 20.0, **settings})) as app:
+    async with ServiceApp(ServiceSettings(folder=folder, **{"long_poll": 20.0, **settings})) as app:
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://local") as http:
             yield kind(http, app)
@@ -131,12 +154,12 @@ async def in_process(
 def on_a_port(
     folder: Path,
     wrap: Callable[[ServiceApp], Any] | None = None,
-    front: FrontSettings | None = None,
+    front: HttpLimits | None = None,
     **settings: Any,
 ) -> Iterator[str]:
     """The URL of a service on a free loopback port, in a thread of its own."""
-    app = ServiceApp(Settings(folder=folder, **{"hosts": LOOPBACK, **settings}))
-    server = make_server(wrap(app) if wrap else app, front or FrontSettings(shutdown=2))
+    app = ServiceApp(ServiceSettings(folder=folder, **{"hosts": LOOPBACK, **settings}))
+    server = make_server(wrap(app) if wrap else app, front or HttpLimits(shutdown=2))
 
     async def serve() -> None:
         async with app:

@@ -27,7 +27,7 @@ from retrain.assembly import assemble
 from retrain.batching import batch_of
 from retrain.engine.models import load_model
 from retrain.engine.tiny import tiny_folder
-from retrain.service.store import Store
+from retrain.service.store import CheckpointStore
 from retrain.types import Sample
 from tests.backends_kit import run_of
 
@@ -166,7 +166,7 @@ async def weights_of(adapter: Adapter, folder: Path) -> Weights:
         found = trained_parameters(adapter)
         return {name: parameter.detach().clone() for name, parameter in found.items()}
     await adapter.save(folder / "saved")
-    store = Store(folder / "service")
+    store = CheckpointStore(folder / "service")
     newest = next(saved for saved in store.list() if saved.place.kind == "weights")
     return store.weights(newest.place)
 

@@ -15,7 +15,8 @@ from retrain.config import parse_config
 from retrain.rewarding import Scorer, Term, reward
 from retrain.rollout import Slot
 from retrain.scripted import Script, scripted
-from retrain.service.trainer import Row, Trainer
+from retrain.service.passes import TargetRow
+from retrain.service.trainer import Trainer
 from retrain.types import Completion, Group, Prompt, Trajectory, Turn
 from tests.backends_kit import FULL, LORA, histories
 
@@ -154,7 +155,7 @@ async def test_every_backend_trains_the_same_credit(credit, tmp_path, monkeypatc
     received: list[list[float]] = []
     passed = Trainer.forward_backward
 
-    def keep(self: Trainer, rows: Sequence[Row], loss: str, config: Any) -> Any:
+    def keep(self: Trainer, rows: Sequence[TargetRow], loss: str, config: Any) -> Any:
         received.append([advantage for row in rows for advantage in row.advantages])
         return passed(self, rows, loss, config)
 

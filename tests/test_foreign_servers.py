@@ -29,17 +29,18 @@ from retrain.losses import FLOATS, LOSSES, native_to, settings
 from retrain.pipeline import train
 from retrain.protocols.training import AdamParams
 from retrain.service.app import ServiceApp
-from retrain.service.bodies import TINKER_LOSSES
 from retrain.service.core import Service
 from retrain.service.errors import ServiceError, invalid
-from retrain.service.protocol import Protocol
-from retrain.service.trainable import Tuning
-from retrain.service.trainer import Row, Trainer
+from retrain.service.passes import TargetRow
+from retrain.service.protocol import ServiceProtocol
+from retrain.service.trainer import Trainer
+from retrain.service.training_fields import TINKER_LOSSES
+from retrain.service.tuning import BaseModel, Tuning
 from retrain.types import Batch, Denominators, Sample
 from tests.backends_kit import FULL, LORA, run_of
 from tests.service_kit import on_a_port
 
-Factor = Callable[[Row, Sequence[Row], str], float]
+Factor = Callable[[TargetRow, Sequence[TargetRow], str], float]
 HONEST = Trainer.forward_backward
 
 
@@ -67,7 +68,7 @@ class Direct:
     """A server without a wire, which multiplies the weights of each row by a factor."""
 
     def __init__(self, rank: int, loss: str, factor: Any = None, noise: float = 0.0) -> None:
-        base = load_model(str(tiny_folder()), "cpu").requires_grad_(False)
+        base = BaseModel(load_model(str(tiny_folder()), "cpu").requires_grad_(False))
         self.trainer, self.loss, self.noise = Trainer(base, Tuning(rank=rank)), loss, noise
         self.factor = factor or (lambda row, part, step: 1.0)
         self.random = random.Random(0)
@@ -89,9 +90,9 @@ class Direct:
         [found] = self.trainer.forward(self._rows([look]), "cross_entropy", {}).logprobs
         return [lp + self.random.gauss(0, self.noise) for lp in found]
 
-    def _rows(self, datums: Sequence[Shifted]) -> list[Row]:
+    def _rows(self, datums: Sequence[Shifted]) -> list[TargetRow]:
         return [
-            Row(d.inputs, d.targets, d.advantages, d.logprobs, [1.0] * len(d.targets))
+            TargetRow(d.inputs, d.targets, d.advantages, d.logprobs, [1.0] * len(d.targets))
             for d in datums
         ]
 
@@ -143,7 +144,7 @@ async def test_no_server_with_a_fault_is_taken_for_a_sum(fault: str) -> None:
     server = Direct(8, "ppo")
     honest, step = server.trainer.forward_backward, server.trainer.optim_step
 
-    def forgetful(rows: Sequence[Row], loss: str, config: Any) -> Any:
+    def forgetful(rows: Sequence[TargetRow], loss: str, config: Any) -> Any:
         now = server.trainer.forward(rows, "cross_entropy", {}).logprobs
         fresh = [row._replace(logprobs=list(own)) for row, own in zip(rows, now, strict=True)]
         return honest(fresh, loss, config)
@@ -218,7 +219,7 @@ def run(folder: Path, backend: str, url: str, loss: str, **options: Any) -> RunC
 def reweighed(factor: Factor) -> Callable[..., Any]:
     """The pass of a server that multiplies the weights of each row by a factor."""
 
-    def forward_backward(self: Trainer, rows: Sequence[Row], loss: str, config: Any) -> Any:
+    def forward_backward(self: Trainer, rows: Sequence[TargetRow], loss: str, config: Any) -> Any:
         changed = [
             row._replace(advantages=[a * factor(row, rows, loss) for a in row.advantages])
             for row in rows
@@ -228,13 +229,13 @@ def reweighed(factor: Factor) -> Callable[..., Any]:
     return forward_backward
 
 
-def skyrl(row: Row, rows: Sequence[Row], loss: str) -> float:
+def skyrl(row: TargetRow, rows: Sequence[TargetRow], loss: str) -> float:
     """skyrl-tx 0.3.0: each row by its weights, which are ones for the losses of rewards."""
     total = sum(row.advantages) if loss == "cross_entropy" else float(len(row.tokens))
     return 1 / max(total, 1e-9) / len(rows)
 
 
-def weight_sums(row: Row, rows: Sequence[Row], loss: str) -> float:
+def weight_sums(row: TargetRow, rows: Sequence[TargetRow], loss: str) -> float:
     return 1 / max(sum(row.advantages), 1e-9)
 
 
@@ -335,14 +336,14 @@ async def test_a_server_that_lacks_a_loss_trains_it_through_its_gradient(
 async def test_without_a_second_model_nothing_can_be_measured(
     backend: str, server: tuple[str, Service], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    create = Protocol.create_model
+    create = ServiceProtocol.create_model
 
-    def one(self: Protocol, call: Any, session: Any, *rest: Any) -> Any:
+    def one(self: ServiceProtocol, call: Any, session: Any, *rest: Any) -> Any:
         if any(model.session is session for model in server[1].models.values()):
             raise invalid("one model per session")
         return create(self, call, session, *rest)
 
-    monkeypatch.setattr(Protocol, "create_model", one)
+    monkeypatch.setattr(ServiceProtocol, "create_model", one)
     with pytest.raises(AdapterError, match=r"one model per session.*assume_sum: true"):
         await train(run(tmp_path / "1", backend, server[0], "importance_sampling"))
     await train(run(tmp_path / "2", backend, server[0], "dro", assume_sum=True))

@@ -24,7 +24,7 @@ from retrain.observe.callbacks import Callback, Run
 from retrain.observe.run_dir import read_events, read_metrics, surviving
 from retrain.pipeline import train
 from retrain.run import main
-from retrain.service.store import Store
+from retrain.service.store import CheckpointStore
 from tests.service_kit import as_process, on_a_port
 from tests.weights_kit import digest
 
@@ -190,6 +190,6 @@ def piped(*words: str) -> subprocess.Popen[str]:
 
 def steps_and_weights(folder: Path) -> list[tuple[int, str]]:
     """Of each checkpoint on the service: its optimizer steps and a digest of its weights."""
-    store = Store(folder / "service")
+    store = CheckpointStore(folder / "service")
     kept = [saved for saved in store.list() if saved.place.kind == "weights"]
     return sorted((saved.steps, digest(store.weights(saved.place))) for saved in kept)

@@ -6,7 +6,7 @@ import pytest
 
 from retrain.service.app import ServiceApp
 from retrain.service.core import Service
-from retrain.service.state import Settings
+from retrain.service.state import ServiceSettings
 from retrain.service.tinker import TinkerProtocol
 from retrain.service.weaver import WeaverProtocol
 from tests.chaos import requests as requests_campaign
@@ -21,7 +21,7 @@ def test_p14_random_requests_harm_nobody(tmp_path):
 
 
 def test_the_random_requests_cover_every_route(tmp_path):
-    service = Service(Settings(folder=tmp_path))
+    service = Service(ServiceSettings(folder=tmp_path))
     tables = TinkerProtocol(service).table(), WeaverProtocol(service).table()
     ids = dict.fromkeys(
         ("session", "model", "sampler", "weaver_session", "weaver_model", "weaver_sampler", "job"),

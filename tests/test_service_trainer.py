@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,21 +15,27 @@ from retrain.engine.sampler import LocalSampler
 from retrain.engine.tiny import tiny_folder, tiny_tokenizer
 from retrain.losses import native_to
 from retrain.protocols.training import AdamParams
-from retrain.service import trainer as trainer_module
+from retrain.service import memory
 from retrain.service.errors import ServiceError
-from retrain.service.trainable import Tuning, merged_weights, untied
-from retrain.service.trainer import Row, Trainer
+from retrain.service.passes import BYTES_PER_LOGIT, TargetRow, tokens_at_once
+from retrain.service.trainer import Trainer
+from retrain.service.tuning import BaseModel, Tuning, merged_weights
 
 FULL = Tuning(rank=0)
 ADAM = AdamParams(3e-3, 0.8, 0.97, 1e-8, 0.1, 0.5)
 
 
 @pytest.fixture(scope="module")
-def base():
+def model():
     return load_model(tiny_folder()).requires_grad_(False)
 
 
-def rows(count: int = 5, seed: int = 0) -> list[Row]:
+@pytest.fixture(scope="module")
+def base(model):
+    return BaseModel(model)
+
+
+def rows(count: int = 5, seed: int = 0) -> list[TargetRow]:
     """Of different lengths, with every stream filled at random."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -40,11 +47,11 @@ def rows(count: int = 5, seed: int = 0) -> list[Row]:
         ids = torch.randint(7, 100, (length + 1,), generator=generator).tolist()
         mask = (torch.rand(length, generator=generator) > 0.3).float().tolist()
         logprobs = [-4.6 + x for x in numbers(length, 0.5)]
-        made.append(Row(ids[:-1], ids[1:], numbers(length, 1.0), logprobs, mask))
+        made.append(TargetRow(ids[:-1], ids[1:], numbers(length, 1.0), logprobs, mask))
     return made
 
 
-def plain_loss(model, data: list[Row], loss: str) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def plain_loss(model, data: list[TargetRow], loss: str) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Row by row, without padding, by the formulas as the protocol writes them."""
     total, found = torch.zeros(()), []
     for row in data:
@@ -65,13 +72,13 @@ def plain_loss(model, data: list[Row], loss: str) -> tuple[torch.Tensor, list[to
 
 
 @pytest.mark.parametrize("loss", sorted(native_to("tinker")))
-def test_loss_gradient_and_one_step_equal_plain_torch(base, loss):
+def test_loss_gradient_and_one_step_equal_plain_torch(base, model, loss):
     data = rows()
     trained = Trainer(base, FULL)
     passed = trained.forward_backward(data, loss, {})
     metrics = trained.optim_step(ADAM)
 
-    model = copy.deepcopy(base).requires_grad_(True)
+    model = copy.deepcopy(model).requires_grad_(True)
     value, logprobs = plain_loss(model, data, loss)
     value.backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), ADAM.grad_clip_norm)
@@ -93,12 +100,11 @@ def test_loss_gradient_and_one_step_equal_plain_torch(base, loss):
 
 
 def test_gradients_add_up_over_calls_whatever_the_micro_batches(base, monkeypatch):
-    once, twice = Trainer(base, FULL), Trainer(base, FULL)
+    once = Trainer(base, FULL)
+    monkeypatch.setattr("retrain.service.passes.LOGITS_ON_CPU", 12 * base.vocabulary)  # 12 tokens
+    twice = Trainer(base, FULL)
     data = rows()
     once.forward_backward(data, "ppo", {})
-    monkeypatch.setattr(
-        trainer_module, "LOGITS_AT_ONCE", {"cpu": 105 * 12}
-    )  # 12 tokens a micro-batch
     twice.forward_backward(data[:2], "ppo", {})
     twice.forward_backward(data[2:], "ppo", {})
     assert once.optim_step(AdamParams())["grad_norm"] == pytest.approx(
@@ -106,10 +112,23 @@ def test_gradients_add_up_over_calls_whatever_the_micro_batches(base, monkeypatc
     )
 
 
+def test_a_micro_batch_is_limited_on_every_device_and_memory_kept_for_it(base, monkeypatch):
+    assert tokens_at_once(base) > 0
+    elsewhere = SimpleNamespace(device=torch.device("meta"), vocabulary=base.vocabulary)
+    assert tokens_at_once(elsewhere) > tokens_at_once(base)
+    context = base.untied.config.max_position_embeddings
+    need = base.size + BYTES_PER_LOGIT * base.vocabulary * context
+    monkeypatch.setattr(memory, "free_memory", lambda device: need - 1)
+    with pytest.raises(ServiceError):
+        memory.check_memory(base, Tuning(), 1)
+    monkeypatch.setattr(memory, "free_memory", lambda device: need)
+    memory.check_memory(base, Tuning(), 1)
+
+
 def test_a_forward_leaves_no_gradient(base):
     trained = Trainer(base, FULL)
     trained.forward(rows(), "ppo", {})
-    with pytest.raises(ServiceError, match="no gradient to apply"):
+    with pytest.raises(ServiceError, match="forward_backward"):
         trained.optim_step(AdamParams())
 
 
@@ -119,7 +138,7 @@ def test_a_call_that_fails_adds_nothing(base):
     bad[1] = bad[1]._replace(logprobs=[-2000.0] * 7, mask=[1.0] * 7)  # exp overflows
     alone.forward_backward(good, "importance_sampling", {})
     failed.forward_backward(good, "importance_sampling", {})
-    with pytest.raises(ServiceError, match="check logprobs and advantages"):
+    with pytest.raises(ServiceError, match="importance_sampling"):
         failed.forward_backward(bad, "importance_sampling", {})
     assert alone.optim_step(AdamParams()) == failed.optim_step(AdamParams())
 
@@ -129,7 +148,7 @@ def test_a_gradient_that_is_not_finite_takes_no_step(base):
     before = trained.weights()
     row = rows(1)[0]._replace(advantages=[1e37, 0.0, 0.0], mask=[1.0, 0.0, 0.0])
     trained.forward_backward([row], "cross_entropy", {})  # finite, but not its square
-    with pytest.raises(ServiceError, match="no step taken"):
+    with pytest.raises(ServiceError, match="norm"):
         trained.optim_step(AdamParams())
     assert all(torch.equal(before[name], tensor) for name, tensor in trained.weights().items())
     assert trained.steps == 0
@@ -170,17 +189,20 @@ def test_lora_trains_the_layers_that_it_is_told_to(base):
     assert layers(mlp=False, unembed=False) == attention
     assert layers(attention=False, unembed=False) == mlp
     assert layers(attention=False, mlp=False) == {"lm_head"}
-    with pytest.raises(ServiceError, match="trains nothing"):
+    with pytest.raises(ServiceError, match="layer"):
         layers(attention=False, mlp=False, unembed=False)
 
 
-def test_lora_shares_the_base_weights_and_never_changes_them(base):
-    before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
-    trained = Trainer(base, Tuning(rank=4))
-    shared = dict(trained.model.named_parameters())["base_model.model.model.norm.weight"]
-    assert shared is base.model.norm.weight
-    learn(trained, 2)
-    assert all(torch.equal(before[name], tensor) for name, tensor in base.state_dict().items())
+def test_lora_shares_the_base_weights_and_never_changes_them(base, model):
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    trainers = [Trainer(base, Tuning(rank=4)) for _ in range(2)]
+    for trained in trainers:
+        shared = dict(trained.model.named_parameters())
+        assert shared["base_model.model.model.norm.weight"] is model.model.norm.weight
+        head = shared["base_model.model.lm_head.base_layer.weight"]
+        assert head is base.untied.lm_head.weight is not model.model.embed_tokens.weight
+        learn(trained, 2)
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
 def test_without_the_output_layer_a_random_model_learns_little(base):
@@ -197,7 +219,7 @@ def test_without_the_output_layer_a_random_model_learns_little(base):
 
 @pytest.mark.parametrize("tuning", [FULL, Tuning(rank=4)], ids=["full", "lora"])
 async def test_a_sampler_of_the_merged_weights_scores_as_the_trainer_does(base, tuning):
-    trained, plain = Trainer(base, tuning), untied(base)
+    trained, plain = Trainer(base, tuning), base.untied
     learn(trained, 3)
     weights = merged_weights(plain, trained.weights(), tuning.rank)
     row = rows()[-1]

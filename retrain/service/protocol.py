@@ -18,14 +18,14 @@ from retrain.errors import shown
 from retrain.protocols.tinker.messages import PROTOBUF
 from retrain.service.core import Service
 from retrain.service.errors import ServiceError, invalid, missing
-from retrain.service.jobs import Job, Work
-from retrain.service.passes import Row
-from retrain.service.reading import check_size, check_text, json_object, unzstd
-from retrain.service.sampling import Sampled, SampleRequest, sample_request
-from retrain.service.state import Model, SamplingSession, Session
-from retrain.service.store import Place
-from retrain.service.trainable import Tuning
-from retrain.service.values import INT64, Json, integer, metadata, want
+from retrain.service.fields import INT64, Json, integer, metadata, want
+from retrain.service.jobs import RequestJob, Work
+from retrain.service.json_bodies import check_size, check_text, json_object, unzstd
+from retrain.service.passes import TargetRow
+from retrain.service.sampling import SampleFindings, SampleRequest, sample_request
+from retrain.service.state import Model, SamplerSession, ServiceSession
+from retrain.service.store import CheckpointPlace
+from retrain.service.tuning import Tuning
 
 T = TypeVar("T")
 _LARGEST_NUMBER = 999_999_999
@@ -35,7 +35,7 @@ IN_THREAD = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ServiceCall:
     """A request that has been read."""
 
     request: Request
@@ -49,10 +49,10 @@ class Call:
         return str(self.request.path_params[name])
 
 
-Handler = Callable[[Call], Awaitable[Response | Job | Json | None]]
+Handler = Callable[[ServiceCall], Awaitable[Response | RequestJob | Json | None]]
 
 
-class Protocol(ABC):
+class ServiceProtocol(ABC):
     """A protocol over a `Service`."""
 
     ordered: bool
@@ -66,18 +66,18 @@ class Protocol(ABC):
         """By "METHOD path", what answers: a handler, or the reply if it is always the same."""
 
     @abstractmethod
-    def started(self, job: Job) -> Response:
+    def started(self, job: RequestJob) -> Response:
         """The reply to a request that started `job`."""
 
     @abstractmethod
-    def id_of(self, session: Session, kind: str, number: int) -> str:
+    def id_of(self, session: ServiceSession, kind: str, number: int) -> str:
         """The id of the session's model or sampling session of this number."""
 
     @abstractmethod
-    def place_of(self, path: str) -> Place:
+    def place_of(self, path: str) -> CheckpointPlace:
         """The checkpoint at a path of this protocol."""
 
-    def rejected(self, call: Call) -> None:
+    def rejected(self, call: ServiceCall) -> None:
         """Called for each request that is answered with an error."""
         return
 
@@ -92,14 +92,14 @@ class Protocol(ABC):
             protobuf = request.headers.get("content-type", "").startswith(PROTOBUF)
             parse = partial(json_object, values=self._service.settings.max_values)
             body = {} if protobuf else await decoded(parse, raw)
-            call = Call(request, raw, body, protobuf)
+            call = ServiceCall(request, raw, body, protobuf)
             try:
                 check_text(raw, body)
                 reply = await answer(call) if callable(answer) else answer
             except ServiceError:
                 self.rejected(call)
                 raise
-            if isinstance(reply, Job):
+            if isinstance(reply, RequestJob):
                 reply.protocol = self
                 return self.started(reply)
             if reply is None:
@@ -108,14 +108,16 @@ class Protocol(ABC):
 
         return Route(f"/api/v1/{path}", endpoint, methods=[method])
 
-    def job(self, job_id: str) -> Job:
+    def job(self, job_id: str) -> RequestJob:
         """Find a job of this protocol; raises ServiceError: 404, or 410 if it may be forgotten."""
         job = self._service.jobs.get(job_id)
         if job.protocol is not self:
             raise missing(f"request {job_id}")
         return job
 
-    def numbered(self, call: Call, model: Model, seq_id: int, job: Job, work: Work) -> Job:
+    def numbered(
+        self, call: ServiceCall, model: Model, seq_id: int, job: RequestJob, work: Work
+    ) -> RequestJob:
         if not 1 <= seq_id <= INT64[1]:
             raise invalid(f"seq_id: got {shown(seq_id)}, expected 1 or more")
         job.facts["model_id"] = model.id
@@ -124,12 +126,12 @@ class Protocol(ABC):
 
     def create_model(
         self,
-        call: Call,
-        session: Session,
+        call: ServiceCall,
+        session: ServiceSession,
         tuning: Tuning,
         kind: str,
-        source: tuple[Place, bool] | None = None,
-    ) -> Job:
+        source: tuple[CheckpointPlace, bool] | None = None,
+    ) -> RequestJob:
         """Build a model, of `source` (checkpoint, with optimizer) if given."""
         number = integer(call.body, "model_seq_id", 0, _LARGEST_NUMBER)
         theirs, path = metadata(call.body), want(call.body, "path", str, None)
@@ -141,13 +143,13 @@ class Protocol(ABC):
             await self._service.build_model(model, source)
             return {"model_id": model_id, "path": path}
 
-        job = Job(kind, facts={"model_id": model_id}, session=session)
+        job = RequestJob(kind, facts={"model_id": model_id}, session=session)
         submitted = session.models.submit(number, call.raw, job, work, ordered=False)
         if submitted is job:
             self._service.models[model_id] = model
         return submitted
 
-    def open_sampler(self, call: Call, session: Session) -> SamplingSession:
+    def open_sampler(self, call: ServiceCall, session: ServiceSession) -> SamplerSession:
         """The sampling session that a request describes; new unless its number is known."""
         path = want(call.body, "model_path", str, None)
         base = want(call.body, "base_model", str, None)
@@ -161,12 +163,12 @@ class Protocol(ABC):
         return self._service.open_sampler(session, sampler_id, place, path)
 
     def sampling(
-        self, call: Call, sampler: SamplingSession, job: Job, *, eos: bool = True
+        self, call: ServiceCall, sampler: SamplerSession, job: RequestJob, *, eos: bool = True
     ) -> tuple[Work, SampleRequest]:
-        """The work of `job`, which returns `Sampled`; `eos` as in SampleRequest."""
+        """The work of `job`, which returns `SampleFindings`; `eos` as in SampleRequest."""
         request = sample_request(call.body, self._service.limits, eos=eos)
 
-        async def work() -> Sampled:
+        async def work() -> SampleFindings:
             found = await self._service.sample(sampler, request)
             job.size = found.size
             return found
@@ -176,7 +178,7 @@ class Protocol(ABC):
         return work, request
 
 
-def size_of(rows: list[Row]) -> int:
+def size_of(rows: list[TargetRow]) -> int:
     """How many numbers the result of a pass holds."""
     return sum(len(row.targets) for row in rows)
 

@@ -8,16 +8,16 @@ table of losses.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import cast
 
 from retrain.errors import shown
 from retrain.protocols.tinker.values import Datum, Dtype, Tensor
-from retrain.service.bodies import Inputs
 from retrain.service.errors import ServiceError, invalid
-from retrain.service.passes import Row
-from retrain.service.state import Limits
-from retrain.service.values import LARGEST, Json, fits, objects, want
+from retrain.service.fields import LARGEST, Json, fits, objects, want
+from retrain.service.passes import TargetRow
+from retrain.service.state import RequestLimits
+from retrain.service.training_fields import Inputs
 
 IGNORED_TARGET = -100
 """A target without loss, as in torch's cross_entropy."""
@@ -33,7 +33,7 @@ def tokens_of(prompt: Json) -> list[int]:
     return tokens
 
 
-def prompt_of(body: Json, limits: Limits) -> list[int]:
+def prompt_of(body: Json, limits: RequestLimits) -> list[int]:
     prompt = tokens_of(want(body, "prompt", dict))
     _check_tokens("prompt", prompt, limits)
     return prompt
@@ -62,7 +62,9 @@ def tensor_of(body: Json, name: str) -> Tensor:
     return Tensor(want(given, "data", list), dtype, None if shape is None else tuple(shape), sparse)
 
 
-def training_rows(data: Sequence[Datum], expected: Inputs, limits: Limits) -> list[Row]:
+def training_rows(
+    data: Sequence[Datum], expected: Inputs, limits: RequestLimits
+) -> list[TargetRow]:
     """One row per datum; raises ServiceError for data that doesn't fit the loss."""
     if not data:
         raise invalid("there is no data: expected at least one datum")
@@ -75,7 +77,7 @@ def training_rows(data: Sequence[Datum], expected: Inputs, limits: Limits) -> li
     return rows
 
 
-def _row(where: str, datum: Datum, expected: Inputs, limits: Limits) -> Row:
+def _row(where: str, datum: Datum, expected: Inputs, limits: RequestLimits) -> TargetRow:
     """The row of a datum; surrogate weights, dL/dlogp, become negated advantages."""
     tokens = list(datum.tokens)
     _check_tokens(where, tokens, limits)
@@ -87,29 +89,36 @@ def _row(where: str, datum: Datum, expected: Inputs, limits: Limits) -> Row:
         numbers[name] = numbers_of(f"{where}: {name}", datum.inputs[name], shape, kind)
     targets = cast(Sequence[int], numbers["target_tokens"])
     labels = [0 if target == IGNORED_TARGET else target for target in targets]
-    _check_range(f"{where}: target_tokens", labels, limits)
+    check_range(f"{where}: target_tokens", labels, limits)
     ones = [1.0] * len(targets)
-    mask = numbers.get("loss_mask", ones)
-    if not set(mask) <= {0, 1}:
-        raise invalid(f"{where}: loss_mask has values other than 0 and 1")
-    in_ratio = numbers.get("sequence_ratio_mask", ())
-    if "sequence_ratio_mask" in numbers and not any(in_ratio):
-        raise invalid(f"{where}: sequence_ratio_mask is 0 everywhere, expected a sampled token")
-    credit = numbers.get("advantages", numbers.get("weights", ones))
-    if "surrogate_weights" in numbers:
-        credit = [-weight for weight in numbers["surrogate_weights"]]
-    return Row(
+    surrogate = [-weight for weight in numbers.get("surrogate_weights", ())]
+    return TargetRow(
         tokens=tokens,
         targets=labels,
-        advantages=credit,
+        advantages=surrogate or numbers.get("advantages", numbers.get("weights", ones)),
         logprobs=numbers.get("logprobs", [0.0] * len(targets)),
-        mask=[float(m and t != IGNORED_TARGET) for m, t in zip(mask, targets, strict=True)],
-        in_ratio=[float(part != 0) for part in in_ratio],
+        mask=_mask(where, numbers.get("loss_mask", ones), targets),
+        in_ratio=_in_ratio(where, numbers),
         width=None if len(shape) == 1 else shape[1],
     )
 
 
-def _shape(where: str, datum: Datum, expected: Inputs, limits: Limits) -> tuple[int, ...]:
+def _mask(where: str, given: Sequence[float], targets: Sequence[int]) -> list[float]:
+    """`given`, without the targets that have no loss."""
+    if not set(given) <= {0, 1}:
+        raise invalid(f"{where}: loss_mask has values other than 0 and 1")
+    return [float(m and t != IGNORED_TARGET) for m, t in zip(given, targets, strict=True)]
+
+
+def _in_ratio(where: str, numbers: Mapping[str, Sequence[float]]) -> list[float]:
+    """1 for the tokens of a sequence's ratio; empty if the loss has none."""
+    given = numbers.get("sequence_ratio_mask")
+    if given is not None and not any(given):
+        raise invalid(f"{where}: sequence_ratio_mask is 0 everywhere, expected a sampled token")
+    return [float(part != 0) for part in given or ()]
+
+
+def _shape(where: str, datum: Datum, expected: Inputs, limits: RequestLimits) -> tuple[int, ...]:
     """(N,), or (N, K) if the loss allows several targets per token and this datum has them."""
     length, found = len(datum.tokens), datum.inputs["target_tokens"].dimensions
     if not expected.wide or len(found) != 2:
@@ -191,17 +200,19 @@ def _check_numbers(where: str, values: Sequence[float], kind: type[int] | type[f
     raise invalid(f"{where}[{position}]: got {shown(wrong)}, expected {number}")
 
 
-def _check_tokens(where: str, tokens: Sequence[int], limits: Limits) -> None:
+def _check_tokens(where: str, tokens: Sequence[int], limits: RequestLimits) -> None:
     if not tokens:
         raise invalid(f"{where} has no tokens")
     if limits.context is not None and len(tokens) > limits.context:
         raise invalid(f"{where} has {len(tokens)} tokens, expected at most {limits.context}")
     if not set(map(type, tokens)) <= {int}:
         raise invalid(f"{where}: tokens must be integers")
-    _check_range(f"{where}: tokens", tokens, limits)
+    check_range(f"{where}: tokens", tokens, limits)
 
 
-def _check_range(where: str, tokens: Sequence[int], limits: Limits) -> None:
-    if tokens and not (min(tokens) >= 0 and max(tokens) < limits.vocabulary):
-        wrong = next(t for t in tokens if not 0 <= t < limits.vocabulary)
-        raise invalid(f"{where}: got token {shown(wrong)}, expected 0 to {limits.vocabulary - 1}")
+def check_range(where: str, tokens: Sequence[int], limits: RequestLimits, lowest: int = 0) -> None:
+    """Raise ServiceError for an id below `lowest`, or outside the vocabulary."""
+    if tokens and not (min(tokens) >= lowest and max(tokens) < limits.vocabulary):
+        wrong = next(t for t in tokens if not lowest <= t < limits.vocabulary)
+        last = limits.vocabulary - 1
+        raise invalid(f"{where}: got token {shown(wrong)}, expected {lowest} to {last}")

@@ -12,19 +12,31 @@ import asyncio
 import logging
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Collection, Hashable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, Self, TypeVar
 
 from torch import Tensor
 
-from retrain.engine.sampler import LocalSampler
 from retrain.engine.weights import LoraWeights
-from retrain.service.served import ServedSampler
+
+log = logging.getLogger(__name__)
+
+
+class Publishable(Protocol):
+    """What the pool asks of a sampler."""
+
+    @property
+    def failed(self) -> bool: ...
+    async def load_weights(
+        self, weights: Mapping[str, Tensor] | LoraWeights, version: int
+    ) -> None: ...
+    async def __aenter__(self) -> Self: ...
+    async def close(self) -> None: ...
+
 
 K = TypeVar("K", bound=Hashable)
-S = TypeVar("S", LocalSampler, ServedSampler)
-log = logging.getLogger(__name__)
+S = TypeVar("S", bound=Publishable)
 
 
 @dataclass(slots=True, eq=False)
@@ -116,10 +128,9 @@ class SamplerPool(Generic[K, S]):
             live = _Live(await (await asyncio.to_thread(self._make)).__aenter__())
         self._live[key] = live
         self._loads += 1
-        try:
+        async with AsyncExitStack() as failed:
+            failed.push_async_callback(live.sampler.close)
+            failed.callback(self._live.pop, key)
             await live.sampler.load_weights(weights, self._loads)
-        except BaseException:
-            del self._live[key]
-            await live.sampler.close()
-            raise
+            failed.pop_all()
         return live

@@ -16,9 +16,9 @@ from retrain.engine.sampler import Alternatives
 from retrain.errors import shown
 from retrain.sampler import SamplingParams
 from retrain.service.errors import ServiceError, invalid
-from retrain.service.rows import numbers_of, prompt_of, tensor_of
-from retrain.service.state import Limits
-from retrain.service.values import INT64, LONGEST, SEEDS, Json, fits, integer, want
+from retrain.service.fields import INT64, LONGEST, SEEDS, Json, fits, integer, want
+from retrain.service.rows import check_range, numbers_of, prompt_of, tensor_of
+from retrain.service.state import RequestLimits
 from retrain.types import Completion
 
 _DEFAULT_TOKENS = 4096
@@ -62,7 +62,7 @@ class SampleRequest:
         return 1 if self.last is None else len(self.prompt) - self.last
 
 
-class Sampled(NamedTuple):
+class SampleFindings(NamedTuple):
     """What a sample request found."""
 
     drawn: list[tuple[Completion, Top | None]]
@@ -83,7 +83,7 @@ class Sampled(NamedTuple):
         )
 
 
-def sample_request(body: Json, limits: Limits, *, eos: bool) -> SampleRequest:
+def sample_request(body: Json, limits: RequestLimits, *, eos: bool) -> SampleRequest:
     for name, reason in _UNSUPPORTED.items():
         if body.get(name):
             raise invalid(f"{name} is not supported{reason}; remove it")
@@ -107,35 +107,16 @@ def sample_request(body: Json, limits: Limits, *, eos: bool) -> SampleRequest:
     return request
 
 
-def sampling_params(given: Json, prompt: Sequence[int], limits: Limits) -> SamplingParams:
+def sampling_params(given: Json, prompt: Sequence[int], limits: RequestLimits) -> SamplingParams:
     """`max_tokens` defaults to what fits into the context; `stop` may have strings and ids."""
-    stop = given.get("stop") or []
-    stops = [stop] if isinstance(stop, str) else stop
-    ids = want(given, "stop_token_ids", list, [])
-    if not isinstance(stops, list) or not all(fits(one, str) or fits(one, int) for one in stops):
-        raise invalid(
-            f"stop: got {shown(stop)}, expected a string or a list of strings or ids, of at most "
-            f"{LONGEST} characters"
-        )
-    if not all(fits(one, int) for one in ids):
-        raise invalid(f"stop_token_ids: got {shown(ids)}, expected integers")
-    if len(stops) + len(ids) > _MOST_STOPS:
-        raise invalid(f"stop: got {len(stops) + len(ids)} stops, expected at most {_MOST_STOPS}")
-    room = _DEFAULT_TOKENS
-    if limits.context is not None:
-        room = limits.context - len(prompt)
-        if room < 1:
-            raise invalid(
-                f"prompt: got {len(prompt)} tokens, expected fewer than the model's context of "
-                f"{limits.context}"
-            )
+    stops = _stops(given)
     params = SamplingParams(
-        max_tokens=integer(given, "max_tokens", 1, 2**31 - 1, room),
+        max_tokens=integer(given, "max_tokens", 1, 2**31 - 1, _room(prompt, limits)),
         temperature=want(given, "temperature", float, 1.0),
         top_p=want(given, "top_p", float, 1.0),
         top_k=max(0, integer(given, "top_k", -1, INT64[1], -1)),
         stop=tuple(one for one in stops if isinstance(one, str)),
-        stop_token_ids=tuple(one for one in (*stops, *ids) if isinstance(one, int)),
+        stop_token_ids=tuple(one for one in stops if isinstance(one, int)),
         seed=None if given.get("seed") is None else integer(given, "seed", *SEEDS),
     )
     try:
@@ -143,6 +124,35 @@ def sampling_params(given: Json, prompt: Sequence[int], limits: Limits) -> Sampl
     except ValueError as error:
         raise invalid(str(error)) from None
     return params
+
+
+def _stops(given: Json) -> list[str | int]:
+    """The strings and the token ids that end a completion."""
+    stop = given.get("stop") or []
+    stops = [stop] if isinstance(stop, str) else stop
+    if not isinstance(stops, list) or not all(fits(one, str) or fits(one, int) for one in stops):
+        raise invalid(
+            f"stop: got {shown(stop)}, expected a string or a list of strings or ids, of at most "
+            f"{LONGEST} characters"
+        )
+    ids = want(given, "stop_token_ids", list, [])
+    if not all(fits(one, int) for one in ids):
+        raise invalid(f"stop_token_ids: got {shown(ids)}, expected integers")
+    if len(stops) + len(ids) > _MOST_STOPS:
+        raise invalid(f"stop: got {len(stops) + len(ids)} stops, expected at most {_MOST_STOPS}")
+    return stops + ids
+
+
+def _room(prompt: Sequence[int], limits: RequestLimits) -> int:
+    """The tokens that fit into the context after the prompt."""
+    if limits.context is None:
+        return _DEFAULT_TOKENS
+    if len(prompt) >= limits.context:
+        raise invalid(
+            f"prompt: got {len(prompt)} tokens, expected fewer than the model's context of "
+            f"{limits.context}"
+        )
+    return limits.context - len(prompt)
 
 
 def _last(body: Json, prompt: Sequence[int], score: bool) -> int | None:
@@ -154,7 +164,7 @@ def _last(body: Json, prompt: Sequence[int], score: bool) -> int | None:
 
 
 def _targets(
-    body: Json, prompt: Sequence[int], limits: Limits
+    body: Json, prompt: Sequence[int], limits: RequestLimits
 ) -> tuple[list[list[int]], tuple[Sequence[int], Sequence[int]] | None] | None:
     """`target_prompt_logprobs`, (T - 1, K), as rows, and its sparse form if it came in that."""
     name = "target_prompt_logprobs"
@@ -167,13 +177,11 @@ def _targets(
         raise invalid(f"{name}: got shape {got}, expected [{len(prompt) - 1}, 1 to {limits.top}]")
     numbers = numbers_of(name, tensor, (len(prompt) - 1, width), int, implied=-1)
     ids = [int(number) for number in numbers]
-    if min(ids) < -1 or max(ids) >= limits.vocabulary:
-        wrong = next(i for i in ids if not -1 <= i < limits.vocabulary)
-        raise invalid(f"{name}: got token {wrong}, expected -1 to {limits.vocabulary - 1}")
+    check_range(name, ids, limits, lowest=-1)
     return [ids[at : at + width] for at in range(0, len(ids), width)], tensor.sparse
 
 
-def _check_size(request: SampleRequest, limits: Limits) -> None:
+def _check_size(request: SampleRequest, limits: RequestLimits) -> None:
     """Raise ServiceError (413) if the result may hold too many numbers."""
     width = len(request.targets[0]) if request.targets else 0
     tokens = request.params.max_tokens

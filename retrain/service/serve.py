@@ -18,51 +18,39 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from retrain.concurrency.loading import uncollected
-from retrain.engine.ranks.contract import Place, launched
 from retrain.errors import ConfigError, RetrainError, RunError, install_command
-from retrain.service.state import FrontSettings, Settings
+from retrain.service.state import HttpLimits, ServiceSettings
 
 if TYPE_CHECKING:
-    import uvicorn
-
     from retrain.engine.vllm.options import VllmOptions
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 MAX_PORT = 65535
-FAREWELL_SECONDS = 2.0
-"""How long clients may still ask for their failed requests, before a failed service ends."""
 _OF_SERVICE = {
     "threads": "CPU threads of the trainer and of each sampler",
-    "processes": "processes that train together, each on its own GPU; torchrun sets the number "
-    "itself",
-    "rank_timeout": "seconds that several processes may take for a micro-batch",
     "max_body": "bytes of a request, decompressed",
     "max_values": "numbers in a request or in the result of a sample request",
     "max_samples": "completions of one sample request",
     "max_top": "tokens of one position in top-k log-probs and in training targets",
 }
-"""Numbers above 0 in `Settings`."""
+"""Numbers above 0 in `ServiceSettings`."""
 _OF_FRONT = {
     "max_connections": "limit of open connections",
     "header_timeout": "seconds in which the head of a request must arrive",
     "body_timeout": "seconds in which its body must arrive, plus one for each 1000 bytes",
 }
-"""Numbers above 0 in `FrontSettings`."""
+"""Numbers above 0 in `HttpLimits`."""
 
 
 def main(argv: list[str] | None = None) -> int:
     """Serve until interrupted.
 
-    Returns 0, 1 if the port is not available or a process is lost, 2 for a bad setting.
+    Returns 0, 1 if the port is not available, 2 for a bad setting.
     """
     arguments = _parser().parse_args(argv)
     try:
-        front = FrontSettings(**_numbers(arguments, _OF_FRONT))
+        front = HttpLimits(**_numbers(arguments, _OF_FRONT))
         settings = _settings(arguments)
-        place = launched()
-        if place is not None and place.rank > 0:
-            _follow(place, settings)
-            return 0
         with _listen(arguments.host, arguments.port) as listening:
             asyncio.run(_serve(settings, front, listening))
     except RetrainError as error:
@@ -80,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog="`retrain serve --openai RUN_DIR|MODEL` serves a trained or other model to OpenAI "
         "clients instead; it has its own --help.",
     )
-    settings = Settings()
+    settings = ServiceSettings()
     add = parser.add_argument
     default = "(default: %(default)s)"
     add("--model", default="tiny", help=f"tiny, a model folder or a Hugging Face id {default}")
@@ -102,16 +90,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--device", help="cpu or cuda (default: cuda if available)")
     add(
-        "--sharding",
-        choices=("none", "full"),
-        default="none",
-        help="none: each process holds the full weights; full: FSDP2 shards them " + default,
-    )
-    add(
         "--sampler",
         choices=("local", "vllm"),
         default="local",
-        help=f"what samples: this process, or vLLM servers {default}",
+        help=f"what samples: the service itself, or vLLM servers {default}",
     )
     add(
         "--vllm",
@@ -121,7 +103,7 @@ def _parser() -> argparse.ArgumentParser:
         help="an option of the vLLM sampler, as in backend.sampler of a config, such as "
         "url=http://127.0.0.1:8000 or python=/path/to/env/bin/python; can be repeated",
     )
-    for defaults, texts in ((settings, _OF_SERVICE), (FrontSettings(), _OF_FRONT)):
+    for defaults, texts in ((settings, _OF_SERVICE), (HttpLimits(), _OF_FRONT)):
         for name, text in texts.items():
             number = getattr(defaults, name)
             help_text = f"{text} (default: {number:.10g})"
@@ -185,19 +167,6 @@ def _vllm(arguments: argparse.Namespace) -> VllmOptions | None:
     return options
 
 
-def _processes(arguments: argparse.Namespace) -> int:
-    """How many processes train together; a launcher decides."""
-    wanted, place = arguments.processes, launched()
-    if place is not None and wanted not in (1, place.size):
-        raise ConfigError(
-            f"--processes: got {wanted}, but the launcher started {place.size}; drop --processes"
-        )
-    processes = place.size if place else wanted
-    if arguments.sharding == "full" and processes == 1:
-        raise ConfigError("--sharding full needs --processes 2 or more")
-    return processes
-
-
 def api_key(arguments: argparse.Namespace) -> str | None:
     """The key that clients must send.
 
@@ -223,23 +192,22 @@ def api_key(arguments: argparse.Namespace) -> str | None:
     return key
 
 
-def _settings(arguments: argparse.Namespace) -> Settings:
+def _settings(arguments: argparse.Namespace) -> ServiceSettings:
     key = api_key(arguments)
-    numbers = {**_numbers(arguments, _OF_SERVICE), "processes": _processes(arguments)}
+    numbers = _numbers(arguments, _OF_SERVICE)
     try:
         arguments.folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
             f"--folder: can't create {arguments.folder}: {error.strerror}; choose a writable folder"
         ) from error
-    return Settings(
+    return ServiceSettings(
         model=arguments.model,
         folder=arguments.folder,
         api_key=key,
         hosts=_hosts(arguments),
         device=arguments.device,
         vllm=_vllm(arguments),
-        sharding=arguments.sharding,
         **numbers,
     )
 
@@ -269,14 +237,7 @@ def _listen(host: str, port: int) -> socket.socket:
         ) from error
 
 
-def _follow(place: Place, settings: Settings) -> None:
-    """Take part in the training of a launcher's rank 0, until it ends."""
-    from retrain.service.team import follow_service, work_of
-
-    follow_service(place, work_of(settings))
-
-
-async def _serve(settings: Settings, front: FrontSettings, listening: socket.socket) -> None:
+async def _serve(settings: ServiceSettings, front: HttpLimits, listening: socket.socket) -> None:
     """Serve until SIGINT or SIGTERM; a second SIGINT doesn't wait for running requests.
 
     The socket already accepts connections when the announcement is printed. Raises ConfigError if
@@ -285,7 +246,7 @@ async def _serve(settings: Settings, front: FrontSettings, listening: socket.soc
     try:
         with uncollected():
             from retrain.service.app import ServiceApp
-            from retrain.service.front import fit_connections, log_to_stderr, make_server
+            from retrain.service.http_server import fit_connections, log_to_stderr, make_server
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"retrain serve needs {error.name}, which is not installed. Run: "
@@ -301,20 +262,10 @@ async def _serve(settings: Settings, front: FrontSettings, listening: socket.soc
             asyncio.get_running_loop().add_signal_handler(number, server.handle_exit, number, None)
         sys.stdout.write(_announcement(settings, listening))
         sys.stdout.flush()
-        ending = asyncio.create_task(_end_if_failed(app.service.failed, server))
         await server.serve(sockets=[listening])
-        ending.cancel()
-    if app.service.failure is not None:
-        raise app.service.failure
 
 
-async def _end_if_failed(failed: asyncio.Event, server: uvicorn.Server) -> None:
-    await failed.wait()
-    await asyncio.sleep(FAREWELL_SECONDS)
-    server.should_exit = True
-
-
-def _announcement(settings: Settings, listening: socket.socket) -> str:
+def _announcement(settings: ServiceSettings, listening: socket.socket) -> str:
     host, port = listening.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     return (

@@ -6,18 +6,18 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # torch is heavy, and Settings need none
+if TYPE_CHECKING:  # torch is heavy, and ServiceSettings need none
     from retrain.engine.vllm.options import VllmOptions
     from retrain.service.jobs import Lane
-    from retrain.service.store import Place
-    from retrain.service.trainable import Tuning
+    from retrain.service.store import CheckpointPlace
     from retrain.service.trainer import Trainer
+    from retrain.service.tuning import Tuning
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class ServiceSettings:
     """How to run the service."""
 
     model: str = "tiny"
@@ -32,12 +32,6 @@ class Settings:
     """None is cuda if available, else cpu."""
     threads: int = 1
     """CPU threads of the trainer, and of each sampler."""
-    processes: int = 1
-    """Processes that train together; with a launcher such as torchrun, as many as it started."""
-    sharding: Literal["none", "full"] = "none"
-    """`full` shards the weights over the processes (FSDP2)."""
-    rank_timeout: float = 1800.0
-    """Seconds without progress, such as a micro-batch, in a call of several processes."""
     vllm: VllmOptions | None = None
     """The vLLM servers that sample; None is the local sampler."""
     max_live_samplers: int = 4
@@ -61,7 +55,7 @@ class Settings:
 
 
 @dataclass(frozen=True, slots=True)
-class FrontSettings:
+class HttpLimits:
     """The limits of the HTTP server."""
 
     header_timeout: float = 20.0
@@ -74,7 +68,7 @@ class FrontSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class RequestLimits:
     """What one request may ask for, by the model and by the settings."""
 
     vocabulary: int
@@ -85,7 +79,7 @@ class Limits:
 
 
 @dataclass(slots=True, eq=False)
-class Session:
+class ServiceSession:
     id: str
     models: Lane
     seen: float
@@ -96,7 +90,7 @@ class Session:
 @dataclass(slots=True, eq=False)
 class Model:
     id: str
-    session: Session
+    session: ServiceSession
     lane: Lane
     tuning: Tuning
     metadata: Mapping[str, Any]  # the client's own JSON
@@ -106,11 +100,11 @@ class Model:
 
 
 @dataclass(slots=True, eq=False)
-class SamplingSession:
+class SamplerSession:
     id: str
-    session: Session
+    session: ServiceSession
     lane: Lane
-    place: Place | None
+    place: CheckpointPlace | None
     """The snapshot to sample; None is the base model."""
     path: str | None = None
     """The client's path; None for the base model and for an unnamed snapshot."""

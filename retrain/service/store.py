@@ -4,7 +4,7 @@ Each is a folder `FOLDER/MODEL/KIND/NAME/` with `manifest.json`, `weights.safete
 training state, `optimizer.pt`. Models and names are single words of a few safe characters: no
 request can lead out of FOLDER.
 
-- One `Store` at a time may be open on a folder.
+- One `CheckpointStore` at a time may be open on a folder.
 - A rename makes a complete folder visible, so that a server that crashes leaves no incomplete
   checkpoint. A replaced checkpoint is kept beside its place until the new one is there, and `open`
   puts it back if it never came.
@@ -38,7 +38,7 @@ from retrain.concurrency.locks import FolderLock, InUseError
 from retrain.disk import sync
 from retrain.errors import ConfigError
 from retrain.service.errors import ServiceError, conflict, invalid, missing
-from retrain.service.trainable import Tuning
+from retrain.service.tuning import Tuning
 
 Kind = Literal["weights", "sampler_weights"]
 KINDS: tuple[Kind, ...] = ("weights", "sampler_weights")
@@ -48,7 +48,7 @@ _DRAFT, _REPLACED = ".draft-", ".replaced"
 _MANIFEST, _WEIGHTS, _OPTIMIZER = "manifest.json", "weights.safetensors", "optimizer.pt"
 
 
-class Place(NamedTuple):
+class CheckpointPlace(NamedTuple):
     """Where a checkpoint is; the paths of the protocols name it."""
 
     model_id: str
@@ -60,14 +60,14 @@ class Place(NamedTuple):
 class Saved:
     """A checkpoint's manifest."""
 
-    place: Place
+    place: CheckpointPlace
     base_model: str
     tuning: Tuning
     steps: int
     """Optimizer steps that the model had taken."""
     optimizer: bool
     created_at: float = 0.0
-    """Seconds since the epoch; set by `Store.save`."""
+    """Seconds since the epoch; set by `CheckpointStore.save`."""
     expires_at: float | None = None
     """Seconds since the epoch; None keeps it until it is deleted."""
     listed: bool = True
@@ -83,7 +83,7 @@ _SAVED = TypeAdapter(Saved)
 log = logging.getLogger(__name__)
 
 
-class Store:
+class CheckpointStore:
     """Reads and writes checkpoints in one folder. Its methods block: call them in a thread."""
 
     def __init__(self, folder: Path) -> None:
@@ -165,21 +165,21 @@ class Store:
                 sync(folder)
         return saved
 
-    def check(self, place: Place) -> None:
+    def check(self, place: CheckpointPlace) -> None:
         """Raise ServiceError (400) unless model and name can be the names of folders."""
         self._folder(place)
 
-    def find(self, place: Place) -> Saved:
+    def find(self, place: CheckpointPlace) -> Saved:
         """The manifest; raises ServiceError (404) if there is none or it has expired."""
         with self._moving:
             return self._find(place)
 
-    def weights(self, place: Place) -> dict[str, Tensor]:
+    def weights(self, place: CheckpointPlace) -> dict[str, Tensor]:
         """The trained weights, on the CPU; raises ServiceError (404)."""
         return self.load(place)[0]
 
     def load(
-        self, place: Place, *, optimizer: bool = False
+        self, place: CheckpointPlace, *, optimizer: bool = False
     ) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
         """The weights and, with `optimizer`, AdamW's state of a checkpoint that has one.
 
@@ -201,7 +201,7 @@ class Store:
         found = [one for one in self._all(model_id) if one.listed and not self._expired(one)]
         return sorted(found, key=lambda saved: saved.created_at, reverse=True)
 
-    def expire_at(self, place: Place, seconds: float | None) -> Saved:
+    def expire_at(self, place: CheckpointPlace, seconds: float | None) -> Saved:
         """Keep it for `seconds` from now; None keeps it until it is deleted."""
         expires = None if seconds is None else self.now() + seconds
         with self._draft() as draft, self._moving:
@@ -212,7 +212,7 @@ class Store:
             sync(self._folder(place))
         return saved
 
-    def delete(self, place: Place) -> None:
+    def delete(self, place: CheckpointPlace) -> None:
         """Delete it, readable or not; raises ServiceError (404) if there is none."""
         if not self._folder(place).exists():
             raise missing(f"checkpoint {place.kind}/{place.name} of {place.model_id}")
@@ -225,7 +225,7 @@ class Store:
                 with suppress(OSError):
                     self._discard(saved.place, saved)
 
-    def _find(self, place: Place) -> Saved:
+    def _find(self, place: CheckpointPlace) -> Saved:
         saved = self._read(place)
         if saved is None:
             raise missing(f"checkpoint {place.kind}/{place.name} of {place.model_id}")
@@ -240,11 +240,13 @@ class Store:
         for path in glob.iglob(f"{model}/*/*/{_MANIFEST}", root_dir=self.folder):
             folder, kind, name, _ = Path(path).parts
             with suppress(ServiceError):  # the folder of something else
-                saved = self._read(Place(folder.replace("+", ":"), cast(Kind, kind), name))
+                saved = self._read(
+                    CheckpointPlace(folder.replace("+", ":"), cast(Kind, kind), name)
+                )
                 if saved is not None:
                     yield saved
 
-    def _read(self, place: Place) -> Saved | None:
+    def _read(self, place: CheckpointPlace) -> Saved | None:
         """The manifest, or None if it is missing or, after one warning, if it can't be read."""
         path = self._folder(place) / _MANIFEST
         try:
@@ -274,7 +276,7 @@ class Store:
                 "name, or delete it first"
             )
 
-    def _discard(self, place: Place, seen: Saved | None = None) -> None:
+    def _discard(self, place: CheckpointPlace, seen: Saved | None = None) -> None:
         """Delete a checkpoint, or only the one `seen`. A kill leaves all of it, or a draft."""
         # FileNotFoundError: another thread was faster
         with self._draft() as draft, self._moving, suppress(FileNotFoundError):
@@ -290,7 +292,7 @@ class Store:
         finally:
             shutil.rmtree(draft, ignore_errors=True)
 
-    def _folder(self, place: Place) -> Path:
+    def _folder(self, place: CheckpointPlace) -> Path:
         if place.kind not in KINDS or not _WORD.fullmatch(place.name):
             raise invalid(
                 f"{place.kind}/{place.name!r} can't name a checkpoint, expected at most 128 "

@@ -20,23 +20,23 @@ from starlette.responses import JSONResponse, Response
 from retrain.protocols.tinker import messages, scanning
 from retrain.protocols.tinker.messages import PROTOBUF
 from retrain.protocols.tinker.values import ForwardBackward, ForwardBackwardOutput, SampleResult
-from retrain.service import bodies
 from retrain.service import tinker_wire as wire
+from retrain.service import training_fields
 from retrain.service.errors import ServiceError, invalid
-from retrain.service.jobs import Job
-from retrain.service.passes import Row
-from retrain.service.protocol import Call, Handler, Protocol, decoded, size_of
-from retrain.service.reading import check_counts
+from retrain.service.fields import INT64, Json, integer, iso, metadata, ttl, want
+from retrain.service.jobs import RequestJob
+from retrain.service.json_bodies import check_counts
+from retrain.service.passes import TargetRow
+from retrain.service.protocol import Handler, ServiceCall, ServiceProtocol, decoded, size_of
 from retrain.service.rows import training_rows
-from retrain.service.state import Model, Session
-from retrain.service.store import Kind, Place
-from retrain.service.values import INT64, Json, integer, iso, metadata, ttl, want
+from retrain.service.state import Model, ServiceSession
+from retrain.service.store import CheckpointPlace, Kind
 
 FIELDS = 2**18
 """Fields of a protobuf request, in all its messages: a datum has about 40."""
 
 
-class TinkerProtocol(Protocol):
+class TinkerProtocol(ServiceProtocol):
     """The routes of the protocol over a `Service`."""
 
     ordered = True
@@ -76,18 +76,18 @@ class TinkerProtocol(Protocol):
             f"PUT {one}/ttl": self._set_ttl,
         }
 
-    def started(self, job: Job) -> Response:
+    def started(self, job: RequestJob) -> Response:
         return JSONResponse({"request_id": job.id, **job.facts})
 
-    def id_of(self, session: Session, kind: str, number: int) -> str:
+    def id_of(self, session: ServiceSession, kind: str, number: int) -> str:
         return f"{session.id}:{kind}:{number}"
 
-    def place_of(self, path: str) -> Place:
+    def place_of(self, path: str) -> CheckpointPlace:
         return wire.place_of(path)
 
     # The service and its sessions
 
-    async def _capabilities(self, _: Call) -> Json:
+    async def _capabilities(self, _: ServiceCall) -> Json:
         model = {
             "model_name": self._service.settings.model,
             "max_context_length": self._service.limits.context,
@@ -96,28 +96,28 @@ class TinkerProtocol(Protocol):
         }
         return {"supported_models": [model]}
 
-    async def _create_session(self, call: Call) -> Json:
+    async def _create_session(self, call: ServiceCall) -> Json:
         metadata(call.body)  # not kept, but checked as in all requests
         return {"session_id": self._service.create_session().id, "type": "create_session"}
 
-    async def _heartbeat(self, call: Call) -> Json:
+    async def _heartbeat(self, call: ServiceCall) -> Json:
         self._session(call)
         return {"type": "session_heartbeat"}
 
-    async def _finish(self, call: Call) -> Json:
+    async def _finish(self, call: ServiceCall) -> Json:
         await self._service.finish(self._service.session(call["session_id"]))
         return {}
 
     # Models
 
-    async def _create_model(self, call: Call) -> Job:
+    async def _create_model(self, call: ServiceCall) -> RequestJob:
         session = self._session(call)
         self._service.check_base(want(call.body, "base_model", str))
         wire.check_optimizer(call.body)
-        tuning = bodies.tuning(call.body, min_rank=0)
+        tuning = training_fields.tuning(call.body, min_rank=0)
         return self.create_model(call, session, tuning, "CreateModel")
 
-    async def _load_weights(self, call: Call) -> Job:
+    async def _load_weights(self, call: ServiceCall) -> RequestJob:
         path = want(call.body, "path", str)
         place, optimizer = wire.place_of(path, "weights"), want(call.body, "optimizer", bool)
         saved = await self._service.checkpoint(place, optimizer=optimizer)
@@ -131,11 +131,11 @@ class TinkerProtocol(Protocol):
                 "request; make a new model from the checkpoint"
             )
         result = {"path": path, "model_id": model.id, "type": "load_weights"}
-        job = Job("LoadWeights", show=lambda _: result)
+        job = RequestJob("LoadWeights", show=lambda _: result)
         work = partial(self._service.load, model, place, optimizer=optimizer)
         return self.numbered(call, model, seq_id, job, work)
 
-    async def _get_info(self, call: Call) -> Json:
+    async def _get_info(self, call: ServiceCall) -> Json:
         model = self._model(call)
         name = self._service.settings.model
         return {
@@ -147,28 +147,28 @@ class TinkerProtocol(Protocol):
             "lora_rank": model.tuning.rank,
         }
 
-    async def _unload_model(self, call: Call) -> Job:
+    async def _unload_model(self, call: ServiceCall) -> RequestJob:
         model = self._model(call)
         result = {"model_id": model.id, "type": "unload_model"}
-        job = Job("UnloadModel", show=lambda _: result)
+        job = RequestJob("UnloadModel", show=lambda _: result)
         return self._service.jobs.start(job, partial(self._service.retire, model))
 
     # Training
 
-    async def _pass(self, call: Call, *, forward_only: bool) -> Job:
-        def read(raw: bytes) -> tuple[ForwardBackward, Mapping[str, float], list[Row]]:
+    async def _pass(self, call: ServiceCall, *, forward_only: bool) -> RequestJob:
+        def read(raw: bytes) -> tuple[ForwardBackward, Mapping[str, float], list[TargetRow]]:
             if call.protobuf:
                 given = self._decode(raw)
             else:
                 given = wire.request_of(call.body, forward_only=forward_only)
-            expected = bodies.known_loss(given.loss, bodies.TINKER_LOSSES)
+            expected = training_fields.known_loss(given.loss, training_fields.TINKER_LOSSES)
             rows = training_rows(given.data, expected, self._service.limits)
             return given, wire.loss_config(given.loss, given.config), rows
 
         given, config, rows = await decoded(read, call.raw)
         model, backward = self._service.model(given.model_id), not given.forward_only
         kind = "ForwardBackward" if backward else "Forward"
-        job = Job(kind, size=size_of(rows), show=lambda passed: wire.output(passed, rows))
+        job = RequestJob(kind, size=size_of(rows), show=lambda passed: wire.output(passed, rows))
         work = partial(self._service.run_pass, model, rows, given.loss, config, backward=backward)
         return self.numbered(call, model, given.seq_id, job, work)
 
@@ -180,21 +180,23 @@ class TinkerProtocol(Protocol):
             )
         return messages.decode_request(raw)
 
-    async def _optim_step(self, call: Call) -> Job:
+    async def _optim_step(self, call: ServiceCall) -> RequestJob:
         model, seq_id = self._addressed(call)
-        adam = bodies.adam_params(call.body)
-        job = Job("OptimStep", show=lambda metrics: {"metrics": metrics, "type": "optim_step"})
+        adam = training_fields.adam_params(call.body)
+        job = RequestJob(
+            "OptimStep", show=lambda metrics: {"metrics": metrics, "type": "optim_step"}
+        )
         work = partial(self._service.optim_step, model, adam)
         return self.numbered(call, model, seq_id, job, work)
 
     # Checkpoints
 
-    async def _save_weights(self, call: Call) -> Job:
+    async def _save_weights(self, call: ServiceCall) -> RequestJob:
         overwrite = want(call.body, "overwrite", bool, False)
         name = want(call.body, "path", str)
         return self._save(call, "weights", name, optimizer=True, overwrite=overwrite)
 
-    async def _save_for_sampler(self, call: Call) -> Job:
+    async def _save_for_sampler(self, call: ServiceCall) -> RequestJob:
         if want(call.body, "kind", str, "snapshot") != "snapshot":
             raise invalid("kind: only 'snapshot' is supported")
         name = want(call.body, "path", str, None)
@@ -204,19 +206,19 @@ class TinkerProtocol(Protocol):
         model, seq_id = self._addressed(call)
         number = want(call.body, "sampling_session_seq_id", int)
         sampler_id = self.id_of(model.session, "sample", number)
-        place = Place(model.id, "sampler_weights", f"session-{uuid.uuid4().hex}")
+        place = CheckpointPlace(model.id, "sampler_weights", f"session-{uuid.uuid4().hex}")
 
         async def work() -> Json:
             await self._service.save(model, place, listed=False)
             self._service.open_sampler(model.session, sampler_id, place)
             return {"sampling_session_id": sampler_id, "type": "save_weights_for_sampler"}
 
-        return self.numbered(call, model, seq_id, Job("SaveWeightsForSampler"), work)
+        return self.numbered(call, model, seq_id, RequestJob("SaveWeightsForSampler"), work)
 
-    def _save(self, call: Call, kind: Kind, name: str, **options: bool) -> Job:
+    def _save(self, call: ServiceCall, kind: Kind, name: str, **options: bool) -> RequestJob:
         """Save under a name."""
         model, seq_id = self._addressed(call)
-        place = Place(model.id, kind, name)
+        place = CheckpointPlace(model.id, kind, name)
         self._service.store.check(place)
         job_kind = "SaveWeights" if kind == "weights" else "SaveWeightsForSampler"
         result_type = "save_weights" if kind == "weights" else "save_weights_for_sampler"
@@ -225,9 +227,9 @@ class TinkerProtocol(Protocol):
         work = partial(
             self._service.save, model, place, seconds=seconds, metadata=theirs, **options
         )
-        return self.numbered(call, model, seq_id, Job(job_kind, show=lambda _: result), work)
+        return self.numbered(call, model, seq_id, RequestJob(job_kind, show=lambda _: result), work)
 
-    async def _weights_info(self, call: Call) -> Json:
+    async def _weights_info(self, call: ServiceCall) -> Json:
         place = wire.place_of(want(call.body, "tinker_path", str))
         saved = await asyncio.to_thread(self._service.store.find, place)
         return {
@@ -239,25 +241,25 @@ class TinkerProtocol(Protocol):
             "train_attn": saved.tuning.attention,
         }
 
-    async def _checkpoints(self, call: Call) -> Json:
+    async def _checkpoints(self, call: ServiceCall) -> Json:
         model_id = call.request.path_params.get("model_id")
         found = await asyncio.to_thread(self._service.store.list, model_id)
         return wire.page(call.request, "checkpoints", found, wire.checkpoint)
 
-    async def _delete_checkpoint(self, call: Call) -> None:
-        place = Place(**call.request.path_params)
+    async def _delete_checkpoint(self, call: ServiceCall) -> None:
+        place = CheckpointPlace(**call.request.path_params)
         await asyncio.to_thread(self._service.store.delete, place)
 
-    async def _set_ttl(self, call: Call) -> Json:
-        place, seconds = Place(**call.request.path_params), ttl(call.body)
+    async def _set_ttl(self, call: ServiceCall) -> Json:
+        place, seconds = CheckpointPlace(**call.request.path_params), ttl(call.body)
         await asyncio.to_thread(self._service.store.expire_at, place, seconds)
         return {}
 
-    async def _training_runs(self, call: Call) -> Json:
+    async def _training_runs(self, call: ServiceCall) -> Json:
         models = list(self._service.models.values())
         return wire.page(call.request, "training_runs", models, self._run)
 
-    async def _training_run(self, call: Call) -> Json:
+    async def _training_run(self, call: ServiceCall) -> Json:
         return self._run(self._service.model(call["model_id"]))
 
     def _run(self, model: Model) -> Json:
@@ -274,25 +276,25 @@ class TinkerProtocol(Protocol):
 
     # Sampling
 
-    async def _create_sampling_session(self, call: Call) -> Json:
+    async def _create_sampling_session(self, call: ServiceCall) -> Json:
         made = self.open_sampler(call, self._session(call))
         return {"sampling_session_id": made.id, "type": "create_sampling_session"}
 
-    async def _sampler_info(self, call: Call) -> Json:
+    async def _sampler_info(self, call: ServiceCall) -> Json:
         sampler, base = self._service.sampler(call["sampler_id"]), self._service.settings.model
         return {"sampler_id": sampler.id, "base_model": base, "model_path": sampler.path}
 
-    async def _sample(self, call: Call) -> Job:
+    async def _sample(self, call: ServiceCall) -> RequestJob:
         sampler = self._service.sampler(want(call.body, "sampling_session_id", str))
         never_ends = want(call.body, "sampling_params", dict, {}).get("stop") == []
-        seq_id, job = integer(call.body, "seq_id", 0, INT64[1]), Job("Sample")
+        seq_id, job = integer(call.body, "seq_id", 0, INT64[1]), RequestJob("Sample")
         work, request = self.sampling(call, sampler, job, eos=not never_ends)
         job.show = lambda found: wire.sampled(found, request)
         return sampler.lane.submit(seq_id, call.raw, job, work, ordered=False)
 
     # Futures
 
-    async def _retrieve(self, call: Call) -> Response | Json:
+    async def _retrieve(self, call: ServiceCall) -> Response | Json:
         job = self.job(want(call.body, "request_id", str))
         if not await job.wait(self._service.settings.long_poll):
             return wire.try_again(job)
@@ -304,7 +306,7 @@ class TinkerProtocol(Protocol):
         found: Json = job.result
         return found
 
-    async def _cancel_future(self, call: Call) -> Json:
+    async def _cancel_future(self, call: ServiceCall) -> Json:
         job = self.job(want(call.body, "request_id", str))
         if job.kind != "Sample":
             raise invalid("only sampling requests can be cancelled")
@@ -313,7 +315,7 @@ class TinkerProtocol(Protocol):
 
     # Addressing
 
-    def rejected(self, call: Call) -> None:
+    def rejected(self, call: ServiceCall) -> None:
         """Let the numbers after that of a rejected training request run."""
         if call.protobuf:
             model_id, seq_id = scanning.address(call.raw) or (None, None)
@@ -324,11 +326,11 @@ class TinkerProtocol(Protocol):
         if (model := self._service.models.get(model_id)) is not None:
             model.lane.reject(seq_id)
 
-    def _session(self, call: Call) -> Session:
+    def _session(self, call: ServiceCall) -> ServiceSession:
         return self._service.session(want(call.body, "session_id", str))
 
-    def _model(self, call: Call) -> Model:
+    def _model(self, call: ServiceCall) -> Model:
         return self._service.model(want(call.body, "model_id", str))
 
-    def _addressed(self, call: Call) -> tuple[Model, int]:
+    def _addressed(self, call: ServiceCall) -> tuple[Model, int]:
         return self._model(call), want(call.body, "seq_id", int)

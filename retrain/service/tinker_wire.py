@@ -29,14 +29,14 @@ from retrain.protocols.tinker.values import (
     Tensor,
     TopTokens,
 )
-from retrain.service import bodies
+from retrain.service import training_fields
 from retrain.service.errors import invalid
-from retrain.service.jobs import Job
-from retrain.service.passes import Passed, Row
+from retrain.service.fields import INT64, Json, check_non_negative, integer, iso, objects, want
+from retrain.service.jobs import RequestJob
+from retrain.service.passes import Passed, TargetRow
 from retrain.service.rows import datum_of
-from retrain.service.sampling import Sampled, SampleRequest
-from retrain.service.store import KINDS, Place, Saved
-from retrain.service.values import INT64, Json, check_non_negative, integer, iso, objects, want
+from retrain.service.sampling import SampleFindings, SampleRequest
+from retrain.service.store import KINDS, CheckpointPlace, Saved
 
 T = TypeVar("T")
 SCHEME = "tinker://"
@@ -46,7 +46,7 @@ def request_of(body: Json, *, forward_only: bool) -> ForwardBackward:
     """The JSON form of the protobuf request; it has a separate endpoint for `forward`."""
     given = want(body, "forward_input" if forward_only else "forward_backward_input", dict)
     loss = want(given, "loss_fn", str)
-    expected = bodies.known_loss(loss, bodies.TINKER_LOSSES)
+    expected = training_fields.known_loss(loss, training_fields.TINKER_LOSSES)
     return ForwardBackward(
         model_id=want(body, "model_id", str),
         seq_id=want(body, "seq_id", int),
@@ -57,7 +57,7 @@ def request_of(body: Json, *, forward_only: bool) -> ForwardBackward:
     )
 
 
-def place_of(path: str, kind: str | None = None) -> Place:
+def place_of(path: str, kind: str | None = None) -> CheckpointPlace:
     """The checkpoint that `tinker://MODEL/KIND/NAME` names, of the given kind."""
     parts = path.removeprefix(SCHEME).split("/")
     if not path.startswith(SCHEME) or len(parts) != 3 or parts[1] not in KINDS:
@@ -65,7 +65,7 @@ def place_of(path: str, kind: str | None = None) -> Place:
             f"path: got {shown(path)}, expected {SCHEME}MODEL/weights/NAME or "
             ".../sampler_weights/NAME"
         )
-    place = Place(parts[0], parts[1], parts[2])
+    place = CheckpointPlace(parts[0], parts[1], parts[2])
     if kind is not None and place.kind != kind:
         use = "sampling" if place.kind == "sampler_weights" else "training"
         raise invalid(
@@ -74,7 +74,7 @@ def place_of(path: str, kind: str | None = None) -> Place:
     return place
 
 
-def path_of(place: Place) -> str:
+def path_of(place: CheckpointPlace) -> str:
     return SCHEME + "/".join(place)
 
 
@@ -107,7 +107,7 @@ def loss_config(loss: str, given: LossConfig) -> Mapping[str, float]:
     return {"epsilon": 1 - low, "epsilon_high": high - 1}
 
 
-def output(passed: Passed, rows: Sequence[Row]) -> ForwardBackwardOutput:
+def output(passed: Passed, rows: Sequence[TargetRow]) -> ForwardBackwardOutput:
     shapes = [None if row.width is None else (len(row.tokens), row.width) for row in rows]
     return ForwardBackwardOutput(
         outputs=[
@@ -119,7 +119,7 @@ def output(passed: Passed, rows: Sequence[Row]) -> ForwardBackwardOutput:
     )
 
 
-def sampled(found: Sampled, request: SampleRequest) -> SampleResult:
+def sampled(found: SampleFindings, request: SampleRequest) -> SampleResult:
     sequences = [
         SampledSequence(
             tokens=list(one.token_ids),
@@ -185,7 +185,7 @@ def result(result: ForwardBackwardOutput | SampleResult, protobuf: bool) -> Resp
     )
 
 
-def try_again(job: Job) -> Json:
+def try_again(job: RequestJob) -> Json:
     reply = {"type": "try_again", "request_id": job.id, "queue_state": "active"}
     if job.state == "waiting":
         reply["queue_state_reason"] = "a request with a lower seq_id has not arrived yet"

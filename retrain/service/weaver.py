@@ -16,21 +16,21 @@ from functools import partial
 from starlette.responses import JSONResponse, Response
 
 from retrain.errors import shown
-from retrain.service import bodies
+from retrain.service import training_fields
 from retrain.service import weaver_wire as wire
 from retrain.service.errors import invalid
-from retrain.service.jobs import Job
-from retrain.service.protocol import Call, Handler, Protocol, size_of
+from retrain.service.fields import Json, check_storable, ttl, want
+from retrain.service.jobs import RequestJob
+from retrain.service.protocol import Handler, ServiceCall, ServiceProtocol, size_of
 from retrain.service.rows import prompt_of
-from retrain.service.state import Model, SamplingSession, Session
-from retrain.service.store import Place
-from retrain.service.values import Json, check_storable, ttl, want
+from retrain.service.state import Model, SamplerSession, ServiceSession
+from retrain.service.store import CheckpointPlace
 
 LONGEST_LOOK = 5.0
 """Seconds that a poll of an operation may wait; clients time out after 60."""
 
 
-class WeaverProtocol(Protocol):
+class WeaverProtocol(ServiceProtocol):
     """The routes of the protocol over a `Service`."""
 
     ordered = False
@@ -63,35 +63,35 @@ class WeaverProtocol(Protocol):
             f"POST {sampler}/logprobs": self._logprobs,
         }
 
-    def started(self, job: Job) -> Response:
+    def started(self, job: RequestJob) -> Response:
         return JSONResponse(wire.operation(job), status_code=202)
 
-    def id_of(self, session: Session, kind: str, number: int) -> str:
+    def id_of(self, session: ServiceSession, kind: str, number: int) -> str:
         return str(uuid.uuid5(uuid.UUID(session.id), f"{kind} {number}"))
 
-    def place_of(self, path: str) -> Place:
+    def place_of(self, path: str) -> CheckpointPlace:
         return wire.place_of(path)
 
     # Sessions
 
-    async def _create_session(self, call: Call) -> Response:
+    async def _create_session(self, call: ServiceCall) -> Response:
         known = ("tags", "user_metadata", "sdk_version", "scheduling_policy")
         echo = {name: call.body[name] for name in known if call.body.get(name) is not None}
         check_storable("the session", echo)
         session = self._service.create_session()
         return JSONResponse({"id": session.id, **echo}, status_code=201)
 
-    async def _get_session(self, call: Call) -> Json:
+    async def _get_session(self, call: ServiceCall) -> Json:
         return {"id": self._session(call).id}
 
-    async def _heartbeat(self, call: Call) -> None:
+    async def _heartbeat(self, call: ServiceCall) -> None:
         self._session(call)
 
-    async def _metrics(self, call: Call) -> Json:
+    async def _metrics(self, call: ServiceCall) -> Json:
         self._session(call)
         return {}  # not kept: a run keeps its own metrics
 
-    async def _supported_models(self, _: Call) -> Json:
+    async def _supported_models(self, _: ServiceCall) -> Json:
         tokenizer = {"tokenizer": {"path": self._service.model_folder}}
         item = {
             "name": self._service.settings.model,
@@ -100,21 +100,21 @@ class WeaverProtocol(Protocol):
         }
         return {"items": [item], "pagination": {"total_count": 1}}
 
-    async def _get_operation(self, call: Call) -> Json:
+    async def _get_operation(self, call: ServiceCall) -> Json:
         job = self.job(call["job_id"])
         await job.wait(min(LONGEST_LOOK, self._service.settings.long_poll))
         return wire.operation(job)
 
     # Models
 
-    async def _create_model(self, call: Call) -> Response:
+    async def _create_model(self, call: ServiceCall) -> Response:
         session = self._session(call)
         self._service.check_base(want(call.body, "base_model", str))
         tuning = wire.tuning(call.body)
         job = self.create_model(call, session, tuning, "create_model")
         return JSONResponse(self._shown(job.facts["model_id"], tuning.rank), status_code=201)
 
-    async def _get_model(self, call: Call) -> Json:
+    async def _get_model(self, call: ServiceCall) -> Json:
         model = self._model(call)
         return self._shown(model.id, model.tuning.rank)
 
@@ -126,14 +126,14 @@ class WeaverProtocol(Protocol):
             "training_mode": "lora" if rank else "full_ft",
         }
 
-    async def _terminate(self, call: Call) -> Json:
+    async def _terminate(self, call: ServiceCall) -> Json:
         model = self._model(call)
         await self._service.retire(model)
         return {"id": model.id, "status": "stopped"}
 
     # Training
 
-    async def _pass(self, call: Call, *, backward: bool) -> Job:
+    async def _pass(self, call: ServiceCall, *, backward: bool) -> RequestJob:
         model = self._model(call)
         payload = wire.payload_of(call.body, model.id)
         key = "forward_backward_input" if backward else "forward_input"
@@ -141,7 +141,7 @@ class WeaverProtocol(Protocol):
         name, rows, datum_ids = given.loss, given.rows, given.datum_ids
         if backward and name == "forward_logprob":
             raise invalid("forward_logprob has no gradient; use it with forward")
-        job = Job(
+        job = RequestJob(
             "forward_backward" if backward else "forward",
             size=size_of(rows),
             show=lambda found: wire.passed(found, datum_ids, model.id),
@@ -150,25 +150,25 @@ class WeaverProtocol(Protocol):
         work = partial(self._service.run_pass, model, rows, loss, config, backward=backward)
         return self.numbered(call, model, want(payload, "seq_id", int), job, work)
 
-    async def _optimizer_step(self, call: Call) -> Job:
+    async def _optimizer_step(self, call: ServiceCall) -> RequestJob:
         model = self._model(call)
         payload = wire.payload_of(call.body, model.id)
         result = {"status": "success", "model_id": model.id}
-        job = Job("optim_step", show=lambda metrics: {**result, "metrics": metrics})
-        work = partial(self._service.optim_step, model, bodies.adam_params(payload))
+        job = RequestJob("optim_step", show=lambda metrics: {**result, "metrics": metrics})
+        work = partial(self._service.optim_step, model, training_fields.adam_params(payload))
         return self.numbered(call, model, want(payload, "seq_id", int), job, work)
 
     # Checkpoints
 
-    async def _export_sampler(self, call: Call) -> Job:
+    async def _export_sampler(self, call: ServiceCall) -> RequestJob:
         model, seconds = self._model(call), ttl(call.body)
         name = want(call.body, "path", str, None) or f"sampler-{uuid.uuid4().hex}"
         place = self._new_place(model, "sampling", name)
-        job = Job("export_sampler", show=lambda _: {"model_path": wire.path_of(place)})
+        job = RequestJob("export_sampler", show=lambda _: {"model_path": wire.path_of(place)})
         work = partial(self._service.save, model, place, seconds=seconds)
         return self.numbered(call, model, want(call.body, "seq_id", int), job, work)
 
-    async def _save(self, call: Call) -> Job:
+    async def _save(self, call: ServiceCall) -> RequestJob:
         model, seconds = self._model(call), ttl(call.body)
         kind = want(call.body, "type", str)
         if kind not in wire.SAVE_TYPES:
@@ -176,43 +176,45 @@ class WeaverProtocol(Protocol):
         name = want(call.body, "name", str, None) or f"checkpoint-{uuid.uuid4().hex}"
         place, optimizer = self._new_place(model, kind, name), kind == "weight_and_optimizer"
         work = partial(self._service.save, model, place, optimizer=optimizer, seconds=seconds)
-        return self._service.jobs.start(Job("checkpoint", show=wire.checkpoint), work)
+        return self._service.jobs.start(RequestJob("checkpoint", show=wire.checkpoint), work)
 
-    async def _load(self, call: Call) -> Job:
+    async def _load(self, call: ServiceCall) -> RequestJob:
         model = self._model(call)
         place = self.place_of(want(call.body, "path", str))
         optimizer = want(call.body, "include_optimizer", bool)
         await self._service.checkpoint(place, optimizer=optimizer)
-        job = Job("load", show=lambda _: {"status": "success", "path": wire.path_of(place)})
+        job = RequestJob("load", show=lambda _: {"status": "success", "path": wire.path_of(place)})
         work = partial(self._service.load, model, place, optimizer=optimizer)
         return self._service.jobs.start(job, work)
 
-    async def _list_checkpoints(self, call: Call) -> Json:
+    async def _list_checkpoints(self, call: ServiceCall) -> Json:
         found = await asyncio.to_thread(self._service.store.list, call["model_id"])
         return {"items": list(map(wire.checkpoint, found))}
 
-    async def _set_ttl(self, call: Call) -> Json:
+    async def _set_ttl(self, call: ServiceCall) -> Json:
         place = self.place_of(want(call.body, "path", str))
         if place.model_id != call["model_id"]:
             raise invalid(f"path: got {shown(call.body['path'])}, which belongs to another model")
         store, seconds = self._service.store, ttl(call.body)
         return wire.checkpoint(await asyncio.to_thread(store.expire_at, place, seconds))
 
-    def _new_place(self, model: Model, kind: str, name: str) -> Place:
-        place = Place(model.id, "sampler_weights" if kind == "sampling" else "weights", name)
+    def _new_place(self, model: Model, kind: str, name: str) -> CheckpointPlace:
+        place = CheckpointPlace(
+            model.id, "sampler_weights" if kind == "sampling" else "weights", name
+        )
         self._service.store.check(place)
         return place
 
     # Sampling
 
-    async def _create_sampler(self, call: Call) -> Response:
+    async def _create_sampler(self, call: ServiceCall) -> Response:
         made = self.open_sampler(call, self._session(call))
         return JSONResponse(self._described(made), status_code=201)
 
-    async def _get_sampler(self, call: Call) -> Json:
+    async def _get_sampler(self, call: ServiceCall) -> Json:
         return self._described(self._sampler(call))
 
-    def _described(self, sampler: SamplingSession) -> Json:
+    def _described(self, sampler: SamplerSession) -> Json:
         return {
             "id": sampler.id,
             "base_model": self._service.settings.model,
@@ -220,20 +222,20 @@ class WeaverProtocol(Protocol):
             "tokenizer_path": self._service.model_folder,
         }
 
-    async def _delete_sampler(self, call: Call) -> None:
+    async def _delete_sampler(self, call: ServiceCall) -> None:
         await self._service.drop_samplers([self._sampler(call)])
 
-    async def _sample(self, call: Call) -> Job:
-        job = Job("sample")
+    async def _sample(self, call: ServiceCall) -> RequestJob:
+        job = RequestJob("sample")
         work, request = self.sampling(call, self._sampler(call), job)
         job.show = lambda found: wire.sampled(found, request, self._service.tokenizer)
         return self._service.jobs.start(job, work)
 
-    async def _logprobs(self, call: Call) -> Job:
+    async def _logprobs(self, call: ServiceCall) -> RequestJob:
         sampler, prompt = self._sampler(call), prompt_of(call.body, self._service.limits)
         if want(want(call.body, "loss_fn_config", dict, {}), "temperature", float, 1.0) != 1:
             raise invalid("loss_fn_config.temperature: only 1 is supported for log-probs")
-        job = Job(
+        job = RequestJob(
             "logprobs",
             size=len(prompt),
             show=lambda scores: {"result": {"prompt_logprobs": scores}},
@@ -242,11 +244,11 @@ class WeaverProtocol(Protocol):
 
     # Addressing
 
-    def _session(self, call: Call) -> Session:
+    def _session(self, call: ServiceCall) -> ServiceSession:
         return self._service.session(call["session_id"])
 
-    def _model(self, call: Call) -> Model:
+    def _model(self, call: ServiceCall) -> Model:
         return self._service.model(call["model_id"])
 
-    def _sampler(self, call: Call) -> SamplingSession:
+    def _sampler(self, call: ServiceCall) -> SamplerSession:
         return self._service.sampler(call["sampler_id"])

@@ -13,17 +13,17 @@ from typing import Any, NamedTuple
 from retrain.errors import shown
 from retrain.protocols.tinker.payloads import top_to_json
 from retrain.sampler import Tokenizer
-from retrain.service import bodies
+from retrain.service import training_fields
 from retrain.service.errors import invalid
-from retrain.service.jobs import Job
-from retrain.service.passes import Passed, Row
+from retrain.service.fields import Json, iso, objects, want
+from retrain.service.jobs import RequestJob
+from retrain.service.passes import Passed, TargetRow
 from retrain.service.rows import datum_of, training_rows
-from retrain.service.sampling import Sampled, SampleRequest
-from retrain.service.state import Limits
-from retrain.service.store import Place, Saved
+from retrain.service.sampling import SampleFindings, SampleRequest
+from retrain.service.state import RequestLimits
+from retrain.service.store import CheckpointPlace, Saved
 from retrain.service.tinker_wire import prompt_top
-from retrain.service.trainable import Tuning
-from retrain.service.values import Json, iso, objects, want
+from retrain.service.tuning import Tuning
 
 SCHEME = "weaver://"
 SAVE_TYPES = ("weight", "weight_and_optimizer", "sampling")
@@ -38,7 +38,7 @@ class TrainingCall(NamedTuple):
     """A forward or forward-backward pass."""
 
     loss: str
-    rows: list[Row]
+    rows: list[TargetRow]
     datum_ids: Sequence[str | None]
     cap: float
     """Of the ratio, for truncated_importance_sampling."""
@@ -56,13 +56,13 @@ class TrainingCall(NamedTuple):
         return ("cross_entropy" if plain else self.loss), {}
 
 
-def training_call(payload: Json, key: str, limits: Limits) -> TrainingCall:
+def training_call(payload: Json, key: str, limits: RequestLimits) -> TrainingCall:
     """Raises ServiceError for data that doesn't fit the loss."""
     if want(payload, "tensor_transport", str, "default") != "default":
         raise invalid("tensor_transport: only 'default' is supported")
     given = want(payload, key, dict)
     loss = want(given, "loss_fn", str)
-    expected = bodies.known_loss(loss, bodies.WEAVER_LOSSES)
+    expected = training_fields.known_loss(loss, training_fields.WEAVER_LOSSES)
     cap = _cap(loss, want(given, "loss_fn_config", dict, {}))
     data = objects(given, "data")
     read = [datum_of(datum, expected) for datum in data]
@@ -87,25 +87,25 @@ def tuning(body: Json) -> Tuning:
         return Tuning(rank=0)
     if mode != "lora":
         raise invalid(f"training_mode: got {shown(mode)}, expected 'lora' or 'full_ft'")
-    made = bodies.tuning(body, min_rank=1)
+    made = training_fields.tuning(body, min_rank=1)
     if not (made.attention or made.mlp or made.unembed):
         raise invalid("lora_config trains nothing: enable at least one kind of layer")
     return made
 
 
-def place_of(path: str) -> Place:
+def place_of(path: str) -> CheckpointPlace:
     """`weaver://MODEL/checkpoints/NAME` is a training state, `weaver://MODEL/NAME` a sampler's."""
     parts = path.removeprefix(SCHEME).split("/")
     if path.startswith(SCHEME) and len(parts) == 2:
-        return Place(parts[0], "sampler_weights", parts[1])
+        return CheckpointPlace(parts[0], "sampler_weights", parts[1])
     if path.startswith(SCHEME) and len(parts) == 3 and parts[1] == "checkpoints":
-        return Place(parts[0], "weights", parts[2])
+        return CheckpointPlace(parts[0], "weights", parts[2])
     raise invalid(
         f"path: got {shown(path)}, expected {SCHEME}MODEL/checkpoints/NAME or {SCHEME}MODEL/NAME"
     )
 
 
-def path_of(place: Place) -> str:
+def path_of(place: CheckpointPlace) -> str:
     middle = "" if place.kind == "sampler_weights" else "/checkpoints"
     return f"{SCHEME}{place.model_id}{middle}/{place.name}"
 
@@ -121,7 +121,7 @@ def passed(passed: Passed, datum_ids: Sequence[str | None], model_id: str) -> Js
     return {"status": "success", "model_id": model_id, "result": result}
 
 
-def sampled(found: Sampled, request: SampleRequest, tokenizer: Tokenizer) -> Json:
+def sampled(found: SampleFindings, request: SampleRequest, tokenizer: Tokenizer) -> Json:
     sequences = [
         {
             "tokens": list(one.token_ids),
@@ -140,7 +140,7 @@ def sampled(found: Sampled, request: SampleRequest, tokenizer: Tokenizer) -> Jso
     return {"result": result}
 
 
-def operation(job: Job) -> Json:
+def operation(job: RequestJob) -> Json:
     """The state of a job, as clients see it."""
     reply: dict[str, Any] = {"id": job.id, "type": job.kind}
     if job.error is not None:

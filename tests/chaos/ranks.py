@@ -1,8 +1,7 @@
 """Every loss on two and three ranks against one process, and a rank killed at any moment.
 
-The trainers of runs and of the service. `python -m tests.chaos.ranks --kills N` kills each rank of
-two N times, half of them while the run starts, and resumes what is left. `--part 0` plays only
-these.
+`python -m tests.chaos.ranks --kills N` kills each rank of two N times, half of them while the run
+starts, and resumes what is left. `--part 0` plays only these.
 """
 
 from __future__ import annotations
@@ -20,16 +19,11 @@ from pathlib import Path
 import torch
 
 from retrain.config import load_config
-from retrain.engine.models import load_model
-from retrain.engine.tiny import tiny_folder
 from retrain.losses import LOSSES
 from retrain.observe.run_dir import read_metrics
-from retrain.service.bodies import TINKER_LOSSES
 from tests.chaos.judgement import judge_log
 from tests.chaos.processes import run_forked
 from tests.ranks_kit import CASES, Run, check_equal, launched
-from tests.service_kit import in_process
-from tests.test_service_ranks import check_end, check_loss
 
 ROOT = Path(__file__).parent.parent.parent
 QUICKSTART, DATA = ROOT / "configs/quickstart.yaml", ROOT / "data/echo.jsonl"
@@ -50,28 +44,6 @@ async def matrix(folder: Path, part: float) -> tuple[int, list[str]]:
             except Exception as error:  # noqa: BLE001 - a violated guarantee, whatever it is
                 wrong.append(f"{name} on {processes} ranks, sharding {sharding}: {error}")
     return len(played), wrong
-
-
-async def service_matrix(folder: Path, part: float) -> tuple[int, list[str]]:
-    """The same of the service's trainer, and an interrupt."""
-    losses = list(TINKER_LOSSES)[: max(1, round(len(TINKER_LOSSES) * part))]
-    base, wrong = load_model(tiny_folder()).requires_grad_(False), []
-    for processes, sharding in ((3, "none"), (2, "full")):
-        settings = {"processes": processes, "sharding": sharding}
-        async with in_process(folder / sharding, **settings) as tinker:
-            service = tinker.app.service
-            for loss in losses:
-                try:
-                    await service.on_engine(
-                        lambda loss=loss: check_loss(service, base, loss, sharding)  # noqa: B023
-                    )
-                except (Exception, AssertionError) as error:  # noqa: BLE001 - the same
-                    wrong.append(f"service, {loss} on {processes} ranks, {sharding}: {error}")
-    try:
-        check_end(folder / "interrupted", lost=False)
-    except (Exception, AssertionError) as error:  # noqa: BLE001 - the same
-        wrong.append(f"service, interrupted: {error}")
-    return 2 * len(losses) + 1, wrong
 
 
 @dataclass
@@ -159,8 +131,8 @@ def main() -> int:
         played = kills(Path(name), arguments.kills, rng)  # first: they fork
         wrong = [str(kill) for kill in played if kill.wrong]
         count = len(played)
-        for campaign in (matrix, service_matrix) if arguments.part else ():
-            cases, found = asyncio.run(campaign(Path(name), arguments.part))
+        if arguments.part:
+            cases, found = asyncio.run(matrix(Path(name), arguments.part))
             count, wrong = count + cases, wrong + found
     print("\n".join(wrong), end="\n" * bool(wrong))
     seconds = time.monotonic() - started

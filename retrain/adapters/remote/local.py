@@ -43,9 +43,9 @@ async def in_process(config: RunConfig) -> AsyncIterator[httpx.AsyncBaseTranspor
     import httpx
 
     from retrain.service.app import ServiceApp
-    from retrain.service.state import Settings
+    from retrain.service.state import ServiceSettings
 
-    settings = Settings(model=local_model(config), folder=_folder(config))
+    settings = ServiceSettings(model=local_model(config), folder=_folder(config))
     async with ServiceApp(settings) as app:
         yield httpx.ASGITransport(app, raise_app_exceptions=False)
 

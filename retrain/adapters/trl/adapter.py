@@ -10,30 +10,31 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, AsyncExitStack
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from retrain.adapters.base import Adapter, AdapterState
 from retrain.adapters.trl.build import build_trainer, hush, place_model
 from retrain.adapters.trl.options import TrlOptions
 from retrain.adapters.trl.plan import run_plan
+from retrain.adapters.trl.ranks.contract import Place, launched
+from retrain.adapters.trl.ranks.crew import STOP_SECONDS, Crew
+from retrain.adapters.trl.ranks.group import Ranks, lost_peer
 from retrain.adapters.trl.rows import check_samples
 from retrain.adapters.trl.sampling import open_servers
 from retrain.adapters.trl.together import together
-from retrain.adapters.trl.worker import Job, TrainerThread
+from retrain.adapters.trl.worker import TrainerJob, TrainerThread
 from retrain.concurrency.starting import announced
 from retrain.config import RunConfig
 from retrain.engine.models import load_model, load_tokenizer, resolve_model
-from retrain.engine.ranks.contract import Place, launched
-from retrain.engine.ranks.crew import STOP_SECONDS, Crew
-from retrain.engine.ranks.group import Ranks, lost_peer
 from retrain.engine.sampler import LocalSampler
 from retrain.engine.vllm.checks import PROBE, check_logprobs, probe_of
 from retrain.engine.vllm.options import VllmOptions
 from retrain.engine.vllm.sampler import VllmSampler
 from retrain.errors import AdapterError, CheckpointError, ConfigError, RetrainError
 from retrain.observe.upkeep import scratch
+from retrain.sampler import Tokenizer
 from retrain.types import Batch, Metrics
 
 CLOSE_SECONDS = 60.0
@@ -72,7 +73,8 @@ class TrlAdapter(Adapter):
             threads=self.options.threads,
             meet=self._meet,
         )
-        try:
+        async with AsyncExitStack() as failed:
+            failed.push_async_callback(self._end_thread)
             await self._start_ranks()
             self._thread.start()
             ranks = range(1, self._crew.place.size) if self._crew else ()
@@ -81,9 +83,7 @@ class TrlAdapter(Adapter):
             async with announced(what, logs):
                 await self._answer(self._thread.started)
             await self._open_sampler()
-        except BaseException:
-            await self._end_thread()
-            raise
+            failed.pop_all()
         return self
 
     async def _start_ranks(self) -> None:
@@ -139,7 +139,7 @@ class TrlAdapter(Adapter):
                 f"the batch's loss is {batch.loss!r}, but the run's is {self.plan.name!r}"
             )
         check_samples(batch.samples)
-        metrics: Metrics = await self._submit(Job(batch=batch))
+        metrics: Metrics = await self._submit(TrainerJob(batch=batch))
         return metrics
 
     async def publish(self) -> int:
@@ -179,7 +179,7 @@ class TrlAdapter(Adapter):
                 f"the checkpoint in {checkpoint} was saved with backend.sharding: none, but the "
                 "run has full; set it to none, or start a new run from an exported model"
             )
-        await self._submit(Job(checkpoint=checkpoint))
+        await self._submit(TrainerJob(checkpoint=checkpoint))
         self._version = int(state.data["version"])
         await self._push(self._version)
 
@@ -194,16 +194,15 @@ class TrlAdapter(Adapter):
             tokenizer=self.tokenizer,
             model=self._thread.trainer.model,
         )
-        try:
+        async with AsyncExitStack() as failed:
+            failed.push_async_callback(self.sampler.close)
             assert self.sampler.context_length is not None
             self.context_length = self.sampler.context_length
             await self._push(self._version)
             probe = probe_of(self.tokenizer.encode(PROBE), self.sampler.vocabulary)
             [expected] = await self.own_logprobs([probe])
             await check_logprobs(self.sampler, probe, expected, options.check)
-        except BaseException:
-            await self.sampler.close()
-            raise
+            failed.pop_all()
 
     async def logprobs(
         self, sequences: Sequence[Sequence[int]], *, reference: bool = False
@@ -255,7 +254,7 @@ class TrlAdapter(Adapter):
         hush()
         placement = place_model(self.options, self._place)
         self.exact = not placement.autocast
-        self.tokenizer = load_tokenizer(self._folder)
+        self.tokenizer = cast(Tokenizer, load_tokenizer(self._folder))
         if self.options.sampler.type == "local":
             self._plain_model = load_model(
                 self._folder, placement.device, placement.frozen_dtype, self.options.attention
@@ -288,9 +287,9 @@ class TrlAdapter(Adapter):
 
     async def _in_thread(self, method: str, *args: Any, needs_optimizer: bool = False) -> Any:
         """Call a method of the trainer on all ranks; the result is rank 0's."""
-        return await self._submit(Job(method, args, needs_optimizer=needs_optimizer))
+        return await self._submit(TrainerJob(method, args, needs_optimizer=needs_optimizer))
 
-    async def _submit(self, job: Job) -> Any:
+    async def _submit(self, job: TrainerJob) -> Any:
         return await self._answer(self._thread.submit(job))
 
     async def _answer(self, future: Future[Any]) -> Any:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,13 +23,12 @@ from trl import GRPOConfig
 
 from retrain.adapters.trl.options import LoraOptions, TrlOptions
 from retrain.adapters.trl.plan import LossPlan
+from retrain.adapters.trl.ranks.contract import Place
+from retrain.adapters.trl.ranks.group import ALONE, Ranks
 from retrain.adapters.trl.rows import micro_batches
-from retrain.adapters.trl.together import sharding_on_cpu
 from retrain.adapters.trl.trainer import Feed, PipeTrainer
 from retrain.config import RunConfig
 from retrain.engine.models import attention_problem, choose_device, load_model
-from retrain.engine.ranks.contract import Place
-from retrain.engine.ranks.group import ALONE, Ranks
 from retrain.errors import ConfigError
 
 RECOMPUTE = "activation_checkpointing"
@@ -96,7 +94,6 @@ def build_trainer(
     hush()
     placement = place_model(options, ranks.place)
     sharded = ranks.size > 1 and options.sharding == "full"
-    on_cpu = sharded and placement.device.type == "cpu"
     trained = placement.frozen_dtype if options.lora else torch.float32
     limit = options.micro_batch_rows
     try:
@@ -104,24 +101,23 @@ def build_trainer(
         args = grpo_args(options, config, plan, placement, scratch, sharded=sharded)
         if args.ddp_find_unused_parameters is None:
             args.ddp_find_unused_parameters = _has_optional_parts(model)
-        with sharding_on_cpu() if on_cpu else nullcontext():
-            trainer = PipeTrainer(
-                model,
-                reward_funcs=_never_called,
-                args=args,
-                train_dataset=_placeholder(config, ranks.size),
-                processing_class=tokenizer,
-                peft_config=_lora(options.lora),
-                plan=plan,
-                cut=partial(
-                    micro_batches,
-                    rows=limit and limit * ranks.size,
-                    tokens=_tokens(options, placement) * ranks.size,
-                ),
-                feed=feed,
-                ranks=ranks,
-                sharded=sharded,
-            )
+        trainer = PipeTrainer(
+            model,
+            reward_funcs=_never_called,
+            args=args,
+            train_dataset=_placeholder(config, ranks.size),
+            processing_class=tokenizer,
+            peft_config=_lora(options.lora),
+            plan=plan,
+            cut=partial(
+                micro_batches,
+                rows=limit and limit * ranks.size,
+                tokens=_tokens(options, placement) * ranks.size,
+            ),
+            feed=feed,
+            ranks=ranks,
+            sharded=sharded,
+        )
     except (TypeError, ValueError, NotImplementedError) as error:
         raise ConfigError(f"TRL rejects this backend: {error}") from error
     torch.set_num_threads(options.threads)  # accelerate has set its own number
@@ -226,7 +222,7 @@ def _lora(options: LoraOptions | None) -> LoraConfig | None:
     modules = options.target_modules
     return LoraConfig(
         r=options.r,
-        lora_alpha=options.alpha,
+        lora_alpha=options.alpha,  # type: ignore[arg-type]  # PEFT computes with any number
         lora_dropout=options.dropout,
         target_modules=modules if isinstance(modules, str) else list(modules),
         task_type="CAUSAL_LM",

@@ -11,13 +11,13 @@ from typing import Any
 from retrain.adapters.trl.build import build_trainer, hush, place_model
 from retrain.adapters.trl.options import TrlOptions
 from retrain.adapters.trl.plan import run_plan
-from retrain.adapters.trl.shares import Share, unpack_share
+from retrain.adapters.trl.ranks.contract import Place
+from retrain.adapters.trl.ranks.group import STOP, Order, OutOfStepError, Ranks, lost_peer
+from retrain.adapters.trl.shares import Share
 from retrain.adapters.trl.together import together
 from retrain.adapters.trl.worker import CALL, STEP, TRAIN, CutBatch, Stopped
 from retrain.config import RunConfig
 from retrain.engine.models import load_tokenizer, resolve_model
-from retrain.engine.ranks.contract import Place
-from retrain.engine.ranks.group import STOP, Order, OutOfStepError, Ranks, lost_peer
 from retrain.errors import AdapterError, RetrainError
 from retrain.types import Metrics
 
@@ -78,7 +78,8 @@ class Follower:
 
     def next_share(self, cut: CutBatch) -> Share:
         """This rank's share of the next batch."""
-        return unpack_share(self.wait_for(STEP).share)
+        share: Share = self.wait_for(STEP).share
+        return share
 
     def check_stop(self) -> None:
         """Does nothing: rank 0 decides."""

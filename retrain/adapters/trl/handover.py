@@ -8,21 +8,23 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from safetensors.torch import save_file
 from torch import Tensor
 from trl import GRPOTrainer
 
+from retrain.adapters.trl.ranks.group import ALONE, Ranks
+from retrain.adapters.trl.ranks.sharding import is_sharded, whole_snapshot, whole_state
 from retrain.engine.losses import sequence_logprobs
 from retrain.engine.models import load_model
-from retrain.engine.ranks.group import ALONE, Ranks
-from retrain.engine.ranks.sharding import is_sharded, whole_snapshot, whole_state
 from retrain.engine.weights import LoraWeights, lora_snapshot, snapshot
 
 
 class Handover(GRPOTrainer):
     """A GRPOTrainer that hands over its weights."""
 
+    model: Any  # a causal LM, or PEFT's; transformers declares more
     ranks: Ranks = ALONE
 
     def weights(self) -> dict[str, Tensor] | None:
@@ -65,7 +67,9 @@ class Handover(GRPOTrainer):
             model.load_state_dict(weights)
             model.save_pretrained(folder)
         elif adapters is not None and is_sharded(self.model):
-            save_file(adapters.tensors, folder / "adapter_model.safetensors", {"format": "pt"})
+            save_file(
+                dict(adapters.tensors), folder / "adapter_model.safetensors", {"format": "pt"}
+            )
             (folder / "adapter_config.json").write_text(json.dumps(adapters.config, indent=2))
         else:
             self.model.save_pretrained(folder)

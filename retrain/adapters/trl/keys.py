@@ -111,8 +111,12 @@ def installed_keys() -> frozenset[str]:
         path = Path(spec.origin).parent / file if spec and spec.origin else None
         if path is None or not path.is_file():
             return frozenset()
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
-            for part in node.body if isinstance(node, ast.ClassDef) else ():
-                if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name):
-                    found.add(part.target.id)
+        found |= _fields(ast.parse(path.read_text(encoding="utf-8")))
     return frozenset(found)
+
+
+def _fields(tree: ast.Module) -> set[str]:
+    """The annotated names in the classes of a module."""
+    parts = [part for node in tree.body if isinstance(node, ast.ClassDef) for part in node.body]
+    targets = [part.target for part in parts if isinstance(part, ast.AnnAssign)]
+    return {target.id for target in targets if isinstance(target, ast.Name)}

@@ -7,11 +7,11 @@ from typing import Any
 
 from retrain.adapters.base import Forecast
 from retrain.adapters.trl.plan import run_plan
+from retrain.adapters.trl.ranks.contract import launched
 from retrain.config import RunConfig
 from retrain.config.paths import find_model
 from retrain.engine.available import Card, cards, ram
 from retrain.engine.memory import Memory, Setup, estimate
-from retrain.engine.ranks.contract import launched
 from retrain.engine.shapes import Shape, find_config, read_shape
 
 Options = Any  # TrlOptions, whose module imports this one

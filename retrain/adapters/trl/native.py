@@ -9,21 +9,22 @@ from torch import Tensor
 from trl import GRPOTrainer
 
 from retrain.adapters.trl.plan import LossPlan
+from retrain.adapters.trl.ranks.group import ALONE, Ranks
 from retrain.adapters.trl.record import StepRecord
 from retrain.adapters.trl.rows import SHARE, STREAM, Rows
-from retrain.engine.ranks.group import ALONE, Ranks
 from retrain.losses import LOSSES
 
 
 class WholeBatchLoss(GRPOTrainer):
     """A GRPOTrainer that can compute its loss of a micro-batch as a share of `record.batch`'s."""
 
+    args: Any  # a GRPOConfig; transformers declares its base class
     plan: LossPlan
-    record: StepRecord | None
+    record: StepRecord
     ranks: Ranks = ALONE
     _mask: Tensor
     """The loss mask of the micro-batch, (B, T)."""
-    _scored: tuple[Tensor, Tensor, Tensor | None] | None
+    _scored: tuple[Tensor, Tensor, Tensor | None]
     """Log-probs and entropies of the micro-batch, (B, T), and the router's loss."""
 
     def _native_loss(self, model: Any, rows: Rows) -> Tensor:

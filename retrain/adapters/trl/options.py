@@ -11,11 +11,11 @@ from retrain.adapters.base import Capabilities, Forecast, OptimizerOptions
 from retrain.adapters.trl.keys import refusal
 from retrain.adapters.trl.memory import forecast
 from retrain.adapters.trl.plan import run_plan
+from retrain.adapters.trl.ranks.contract import launched
 from retrain.config import RunConfig
 from retrain.config.paths import find_model
 from retrain.engine.available import cuda_devices, too_few_devices
 from retrain.engine.models import Attention, attention_problem, local_tokenizer
-from retrain.engine.ranks.contract import launched
 from retrain.engine.vllm.options import HEATS, LocalSamplerOptions, VllmOptions
 from retrain.errors import ConfigError
 from retrain.losses import LOSSES

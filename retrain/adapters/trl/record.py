@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from retrain.engine.ranks.group import Ranks
+from retrain.adapters.trl.ranks.group import Ranks
 from retrain.types import Batch, Metrics
 
 _FROM_TRL = {

@@ -87,25 +87,38 @@ def collate(samples: Sequence[Sample], pad_token_id: int, void: int = 0) -> Rows
     cut = min(sample.loss_mask.index(1) for sample in samples if any(sample.loss_mask))
     ids = _padded((s.token_ids for s in samples), pad_token_id, torch.long)
     present = _padded(([1] * len(s.token_ids) for s in samples), 0, torch.long)
-    names = sorted({name for sample in samples for name in sample.streams})
-    runs = [sample.run_id or row for row, sample in enumerate(samples)]
-    numbers = {run: number for number, run in enumerate(dict.fromkeys(runs))}
+    floats = _floats(samples)
+    for name, values in floats.items():
+        _check_finite(name, values[:, cut:], samples)
     rows = {
-        "rollouts": torch.tensor([numbers[run] for run in runs]),
+        "rollouts": _numbers(samples),
         "prompt_ids": ids[:, :cut],
         "prompt_mask": present[:, :cut],
         "completion_ids": ids[:, cut:],
         "completion_mask": present[:, cut:],
         "tool_mask": _padded((s.loss_mask for s in samples), 0, torch.long)[:, cut:],
-        "old_per_token_logps": _padded((s.logprobs for s in samples), 0.0)[:, cut:],
-        "advantages": _padded((s.advantages for s in samples), 0.0)[:, cut:],
-        **{f"stream:{name}": _stream(samples, name)[:, cut:] for name in names},
+        **{name: values[:, cut:] for name, values in floats.items()},
     }
     if void:
         rows["tool_mask"][-void:] = 0
-    for name in ("old_per_token_logps", "advantages", *(f"stream:{name}" for name in names)):
-        _check_finite(name, rows[name], samples)
     return rows
+
+
+def _floats(samples: Sequence[Sample]) -> Rows:
+    """What has a number per token: log-probs, advantages and streams; (B, P + T) each."""
+    streams = sorted({name for sample in samples for name in sample.streams})
+    return {
+        "old_per_token_logps": _padded((s.logprobs for s in samples), 0.0),
+        "advantages": _padded((s.advantages for s in samples), 0.0),
+        **{f"{STREAM}{name}": _stream(samples, name) for name in streams},
+    }
+
+
+def _numbers(samples: Sequence[Sample]) -> Tensor:
+    """The number of each sample's rollout; (B,)."""
+    runs = [sample.run_id or row for row, sample in enumerate(samples)]
+    numbers = {run: number for number, run in enumerate(dict.fromkeys(runs))}
+    return torch.tensor([numbers[run] for run in runs])
 
 
 def group_ids(samples: Iterable[Sample]) -> str:

@@ -10,11 +10,9 @@ loss is multiplied by 0.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 from retrain.adapters.trl.rows import units
-from retrain.engine.ranks.packing import Packed, pack, unpack
 from retrain.types import Batch, Sample
 
 
@@ -36,6 +34,11 @@ class Share:
     batch: Batch
     """Its denominators are the whole batch's, its samples the whole batch's or this rank's."""
     parts: Sequence[Part]
+
+    def alone(self) -> Share:
+        """The share without the samples of other ranks, to be sent to its rank."""
+        own = [sample for part in self.parts for sample in part.samples]
+        return Share(replace(self.batch, samples=own), self.parts)
 
 
 def divide(
@@ -70,35 +73,3 @@ def _deal(
             Part(rows_, void=rows - len(mine)) for rows_, mine in zip(filled, dealt, strict=True)
         ]
     return [Part(mine) if mine else Part(whole[0], idle=True) for mine in dealt]
-
-
-@dataclass(frozen=True, slots=True)
-class PackedShare:
-    """A share on its way to its rank."""
-
-    samples: Packed
-    parts: Sequence[tuple[int, int, bool]]
-    """The number of samples, `void` and `idle` of each part."""
-    batch: tuple[Any, ...]
-    """The batch's fields without the samples."""
-
-
-def pack_share(share: Share) -> PackedShare:
-    """The share without the samples of other ranks."""
-    batch = share.batch
-    return PackedShare(
-        pack([sample for part in share.parts for sample in part.samples]),
-        [(len(part.samples), part.void, part.idle) for part in share.parts],
-        (batch.loss, dict(batch.loss_config), batch.denominators),
-    )
-
-
-def unpack_share(packed: PackedShare) -> Share:
-    """The share, whose batch has this rank's samples only."""
-    samples = unpack(packed.samples)
-    loss, loss_config, denominators = packed.batch
-    rest = iter(samples)
-    parts = [
-        Part([next(rest) for _ in range(count)], void, idle) for count, void, idle in packed.parts
-    ]
-    return Share(Batch(samples, loss, loss_config, denominators), parts)

@@ -1,8 +1,7 @@
 """A process of a run that trains in several: its groups, and the state of accelerate.
 
 accelerate keeps one state per process, which it reads from the environment once, so it is reset
-before and after. On the CPU accelerate doesn't shard: it knows FSDP for devices with memory of
-their own only, though torch's `fully_shard` works over gloo too. `sharding_on_cpu` lets it.
+before and after.
 """
 
 from __future__ import annotations
@@ -12,10 +11,10 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch.distributed as dist
-from accelerate.state import AcceleratorState, DistributedType, GradientState, PartialState
+from accelerate.state import AcceleratorState, GradientState
 
-from retrain.engine.ranks.contract import Place, as_place
-from retrain.engine.ranks.group import ALONE, STOP, OutOfStepError, Ranks, join
+from retrain.adapters.trl.ranks.contract import Place, as_place
+from retrain.adapters.trl.ranks.group import ALONE, STOP, OutOfStepError, Ranks, join
 from retrain.errors import AdapterError
 
 
@@ -56,24 +55,6 @@ def together(
                     ranks.lead(STOP)
             ranks.leave()
             _forget_processes()
-
-
-@contextmanager
-def sharding_on_cpu() -> Iterator[None]:
-    """Let accelerate shard on the CPU: a trainer that is built meanwhile does, if it is to."""
-    plain = AcceleratorState.__init__
-
-    def initialize(state: Any, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:
-        plain(state, *args, fsdp_plugin=fsdp_plugin, **kwargs)
-        if fsdp_plugin is not None and state.distributed_type == DistributedType.MULTI_CPU:
-            state.distributed_type, state.fsdp_plugin = DistributedType.FSDP, fsdp_plugin
-            PartialState._shared_state["distributed_type"] = DistributedType.FSDP
-
-    AcceleratorState.__init__ = initialize
-    try:
-        yield
-    finally:
-        AcceleratorState.__init__ = plain
 
 
 def _forget_processes() -> None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
@@ -37,14 +37,14 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from retrain.adapters.trl.handover import Handover
 from retrain.adapters.trl.native import WholeBatchLoss
 from retrain.adapters.trl.plan import LossPlan
+from retrain.adapters.trl.ranks.group import ALONE, OutOfStepError, Ranks, lost_peer
+from retrain.adapters.trl.ranks.sharding import is_sharded
 from retrain.adapters.trl.record import SEQUENCE, StepRecord
 from retrain.adapters.trl.rows import STREAM, Rows, collate, group_ids, with_shares
 from retrain.adapters.trl.shares import Part, Share, divide
 from retrain.adapters.trl.worker import CutBatch
 from retrain.engine.losses import mismatch_weights, shared_loss
-from retrain.engine.ranks.group import ALONE, OutOfStepError, Ranks, lost_peer
-from retrain.engine.ranks.sharding import is_sharded
-from retrain.errors import AdapterError, CheckpointError, NonFiniteError
+from retrain.errors import AdapterError, CheckpointError, ConfigError, NonFiniteError
 from retrain.losses import row_of
 from retrain.types import Batch, Metrics, Sample
 
@@ -62,6 +62,9 @@ class Feed(Protocol):
 class PipeTrainer(WholeBatchLoss, Handover):
     """A GRPOTrainer whose batches come from `feed`."""
 
+    optimizer: Any  # as accelerate wraps it; None before training
+    lr_scheduler: Any  # the same
+
     def __init__(
         self,
         *args: Any,  # GRPOTrainer's own
@@ -72,7 +75,13 @@ class PipeTrainer(WholeBatchLoss, Handover):
         sharded: bool = False,
         **kwargs: Any,
     ) -> None:
+        """Raises ConfigError if accelerate can't shard here."""
         super().__init__(*args, **kwargs)
+        if sharded and not self.is_fsdp_enabled:
+            raise ConfigError(
+                f"backend.sharding: got full, but accelerate does not shard on {self.args.device}; "
+                "train on GPUs, or set it to none"
+            )
         self.plan = plan
         self.cut = cut
         self.feed = feed
@@ -81,13 +90,12 @@ class PipeTrainer(WholeBatchLoss, Handover):
         self._idle = False
         """The present part is a copy of another rank's."""
         self.add_callback(_StepEnd(self))
-        self.record: StepRecord | None = None
-        self._scored: tuple[Tensor, Tensor, Tensor | None] | None = None
+
         self._to_correct: Rows | None = None
 
     # --- one optimizer step
 
-    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any) -> Tensor:
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Wait for the pipe's batch; accumulate the gradients of all its micro-batches.
 
         The data loader can't wait for it: accelerate's loader fetches one batch ahead, which would
@@ -181,6 +189,7 @@ class PipeTrainer(WholeBatchLoss, Handover):
     def _correct(self, rows: Rows, logprobs: Tensor) -> None:
         """Apply `algorithm.mismatch`: weigh the advantages, compare with the present weights."""
         rule, old = self.plan.mismatch, rows["old_per_token_logps"]
+        assert rule is not None, "`_compute_loss` asks for it"
         weights, outside = mismatch_weights(rule, logprobs - old, self._mask, rows["rollouts"])
         rows["advantages"] = rows["advantages"] * weights
         rows["old_per_token_logps"] = logprobs
@@ -286,8 +295,11 @@ class PipeTrainer(WholeBatchLoss, Handover):
             self.lr_scheduler.load_state_dict(_loaded(checkpoint, SCHEDULER_NAME))
         else:
             super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is None:
-            return
+        if checkpoint is not None:
+            self._keep_rates(ours)
+
+    def _keep_rates(self, ours: Sequence[Mapping[str, Any]]) -> None:
+        """Give the optimizer's groups their options `ours` again, and the schedule its rates."""
         for group, own in zip(self.optimizer.param_groups, ours, strict=True):
             group.update(own)
         schedule = self.lr_scheduler

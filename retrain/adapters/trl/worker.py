@@ -26,9 +26,9 @@ from typing import Any
 
 import torch
 
-from retrain.adapters.trl.shares import Share, pack_share
+from retrain.adapters.trl.ranks.group import ALONE, OutOfStepError, Ranks
+from retrain.adapters.trl.shares import Share
 from retrain.engine.models import PROCESS_STATE
-from retrain.engine.ranks.group import ALONE, OutOfStepError, Ranks
 from retrain.errors import AdapterError, RetrainError
 from retrain.types import Batch, Metrics
 
@@ -44,7 +44,7 @@ class Stopped(Exception):
 
 
 @dataclass(slots=True, eq=False)
-class Job:
+class TrainerJob:
     """One thing to do in the thread: a `method`, a `batch` to train or a `checkpoint` to load."""
 
     method: str = ""
@@ -80,11 +80,11 @@ class TrainerThread:
         self._meet = meet
         self._alive = alive
         self._threads = threads
-        self._jobs: queue.Queue[Job | None] = queue.Queue()
-        self._open: set[Job] = set()  # those under way
-        self._held: Job | None = None
-        self._batch: Job | None = None
-        self._loading: Job | None = None
+        self._jobs: queue.Queue[TrainerJob | None] = queue.Queue()
+        self._open: set[TrainerJob] = set()  # those under way
+        self._held: TrainerJob | None = None
+        self._batch: TrainerJob | None = None
+        self._loading: TrainerJob | None = None
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._cause: BaseException | None = None
@@ -117,7 +117,7 @@ class TrainerThread:
         self.stop()
         self._close()
 
-    def submit(self, job: Job) -> Future[Any]:
+    def submit(self, job: TrainerJob) -> Future[Any]:
         """Queue a job; raises AdapterError with the cause when the thread has ended."""
         with self._lock:
             if self._closed:
@@ -136,8 +136,7 @@ class TrainerThread:
         job = self._batch = self._until(lambda job: job.batch is not None)
         assert job.batch is not None
         shares = cut(job.batch)
-        if self.ranks.size > 1:
-            self.ranks.lead(STEP, shares=[None, *map(pack_share, shares[1:])])
+        self.ranks.lead(STEP, shares=[None, *(share.alone() for share in shares[1:])])
         return shares[0]
 
     def finish_step(self, metrics: Metrics) -> None:
@@ -201,7 +200,7 @@ class TrainerThread:
             )
             self._resolve(job, error=error)
 
-    def _until(self, wanted: Callable[[Job], bool]) -> Job:
+    def _until(self, wanted: Callable[[TrainerJob], bool]) -> TrainerJob:
         """Run jobs until one is `wanted`, which is returned."""
         while not wanted(job := self._take()):
             try:
@@ -210,19 +209,21 @@ class TrainerThread:
                 cause = error.__cause__
                 self.fail(cause if isinstance(cause, RetrainError) else error)
                 raise
-            except BaseException as error:  # noqa: BLE001 - it belongs to the caller
+            except Exception as error:  # noqa: BLE001 - it belongs to the caller
                 self._resolve(job, error=error)
             else:
                 self._resolve(job, result)
         return job
 
-    def _call(self, job: Job) -> Any:
+    def _call(self, job: TrainerJob) -> Any:
         if not job.method:
             raise AdapterError("a checkpoint can only be loaded before the first update")
         self.ranks.lead(CALL, job.method, *job.args)
         return self.ranks.together(lambda: getattr(self.trainer, job.method)(*job.args))
 
-    def _resolve(self, job: Job, result: Any = None, error: BaseException | None = None) -> None:
+    def _resolve(
+        self, job: TrainerJob, result: Any = None, error: BaseException | None = None
+    ) -> None:
         """Answer a job, unless `fail` has."""
         with self._lock:
             if self._closed:
@@ -239,7 +240,7 @@ class TrainerThread:
             job, self._loading = self._loading, None
             self._resolve(job)
 
-    def _take(self) -> Job:
+    def _take(self) -> TrainerJob:
         """The next job that is not cancelled."""
         while True:
             held, self._held = self._held, None
@@ -252,7 +253,7 @@ class TrainerThread:
                     self._open.add(job)
                 return job
 
-    def _wait(self) -> Job | None:
+    def _wait(self) -> TrainerJob | None:
         PROCESS_STATE.release()
         try:
             return self._jobs.get(timeout=HEALTH_CHECK_SECONDS)

@@ -72,8 +72,8 @@ class VllmSampler:
         self._adapters: Leases[int] | None = Leases(fleet.retire) if wants_lora else None
         self._owns_fleet = True
 
-    def beside(self) -> Self:
-        """Another sampler over the same servers, with adapters of its own.
+    def beside(self, *, wants_lora: bool) -> Self:
+        """Another sampler over the same servers, with versions of its own.
 
         The versions of all of them must differ. Closing it frees its adapters and no server.
         """
@@ -82,7 +82,7 @@ class VllmSampler:
             self._tokenizer,
             self.limits,
             stop_ids=self._stop_ids,
-            wants_lora=True,
+            wants_lora=wants_lora,
             seeds=self._seeds,
         )
         other._owns_fleet = False

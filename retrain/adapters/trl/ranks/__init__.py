@@ -15,7 +15,6 @@ ranks meet in the same collectives. The face of this package:
   `ranks.lead(name, *args, shares=...)`, a follower `ranks.follow()`, which returns an `Order`. All
   call `ranks.gather(value)`, and `ranks.leave()` at the end. `ALONE` is a group of one process: its
   `lead` does nothing, and its `gather` returns the value in a list.
-- `packing`: `pack(samples)` and `unpack(packed)`: a batch as a few numpy arrays.
 - `sharding`: `whole_state(model)` and `is_sharded(model)` for FSDP2.
 
 Followers ignore SIGINT, SIGTERM and SIGHUP (`ignore_signals`): the leader decides. A follower whose

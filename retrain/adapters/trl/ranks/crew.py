@@ -16,9 +16,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from retrain.adapters.trl.ranks.contract import Place
+from retrain.adapters.trl.ranks.group import open_store
 from retrain.concurrency import children
-from retrain.engine.ranks.contract import Place
-from retrain.engine.ranks.group import open_store
 from retrain.errors import AdapterError
 
 ADDRESS = "127.0.0.1"
@@ -90,7 +90,7 @@ class Crew:
         place = Place(rank, size, rank, size, ADDRESS, port, spawned=True)
         with self.log(rank).open("wb") as log:
             process = await children.start(
-                [sys.executable, "-m", "retrain.engine.ranks.follower"],
+                [sys.executable, "-m", "retrain.adapters.trl.ranks.follower"],
                 env={**os.environ, **place.variables()},
                 stdout=log.fileno(),
                 stderr=log.fileno(),

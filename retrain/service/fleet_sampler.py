@@ -1,18 +1,16 @@
-"""ServedSampler: what the service's protocols ask of a sampler, by vLLM servers."""
+"""FleetSampler: what the service's protocols ask of a sampler, from a fleet of vLLM servers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from torch import Tensor
 
 from retrain.engine.drawing import Top
 from retrain.engine.sampler import Alternatives
 from retrain.engine.vllm.client import Json
 from retrain.engine.vllm.replies import sampled_row
 from retrain.engine.vllm.sampler import VllmSampler
-from retrain.engine.weights import LoraWeights
 from retrain.sampler import SamplingParams
 from retrain.types import Completion
 
@@ -22,7 +20,7 @@ LOWEST = -9999.0
 """What vLLM returns for a log-prob of minus infinity."""
 
 
-class ServedSampler(VllmSampler):
+class FleetSampler(VllmSampler):
     """A vLLM sampler with all that the service's protocols ask of a sampler."""
 
     async def sample_with_top(
@@ -76,20 +74,6 @@ class ServedSampler(VllmSampler):
         pairs = zip(rows, given, strict=True)
         scores = [[0.0 if i < 0 else row.get(i, -np.inf) for i in ids] for row, ids in pairs]
         return Alternatives(top_rows, scores)
-
-
-def lora_weights(tensors: Mapping[str, Tensor], rank: int, alpha: float) -> LoraWeights:
-    """A checkpoint of LoRA matrices as an adapter."""
-    targets = {name.rpartition(".lora_")[0].rpartition(".")[2] for name in tensors}
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "r": rank,
-        "lora_alpha": alpha,
-        "target_modules": sorted(targets),
-        "bias": "none",
-    }
-    return LoraWeights(tensors, config)
 
 
 def _top(rows: Sequence[Mapping[int, float]], count: int) -> Top | None:

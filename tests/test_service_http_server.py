@@ -12,11 +12,11 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from retrain.service import front as module
+from retrain.service import http_server as module
 from retrain.service.app import ServiceApp
-from retrain.service.front import OncePerSecond, fit_connections
+from retrain.service.http_server import OncePerSecond, fit_connections
 from retrain.service.serve import LOOPBACK
-from retrain.service.state import FrontSettings, Settings
+from retrain.service.state import HttpLimits, ServiceSettings
 from tests.service_kit import on_a_port
 
 QUICK, LONG = 0.2, 60.0
@@ -59,7 +59,7 @@ async def healthy(url):
 
 
 async def test_a_request_that_does_not_arrive_is_hung_up(tmp_path):
-    limits = FrontSettings(header_timeout=QUICK, body_timeout=QUICK, shutdown=2)
+    limits = HttpLimits(header_timeout=QUICK, body_timeout=QUICK, shutdown=2)
     with on_a_port(tmp_path, front=limits, api_key="k") as url:
         async with AsyncExitStack() as stack:
             half = [b"", b"GET /api/v1/he", b"\r\n", post(9)[:-2], post(9) + b"{"]
@@ -74,7 +74,7 @@ async def test_a_request_that_does_not_arrive_is_hung_up(tmp_path):
 
 
 async def test_a_slow_body_that_goes_on_arriving_is_read(tmp_path):
-    limits = FrontSettings(header_timeout=QUICK, body_timeout=QUICK, shutdown=2)
+    limits = HttpLimits(header_timeout=QUICK, body_timeout=QUICK, shutdown=2)
     body = json.dumps({"tags": ["x" * 20_000]}).encode()
     with on_a_port(tmp_path, front=limits) as url:
         async with connected(url) as (reader, writer), connected(url) as (stalled, other):
@@ -86,7 +86,7 @@ async def test_a_slow_body_that_goes_on_arriving_is_read(tmp_path):
 
 
 async def test_at_the_limit_of_connections_those_that_wait_make_room(tmp_path):
-    limits = FrontSettings(LONG, LONG, max_connections=3, shutdown=1)
+    limits = HttpLimits(LONG, LONG, max_connections=3, shutdown=1)
     with on_a_port(tmp_path, front=limits) as url:
         async with AsyncExitStack() as stack:
             idle = [await stack.enter_async_context(connected(url)) for _ in range(3)]
@@ -120,51 +120,53 @@ async def ask(settings, method, path, headers):
     return reply.status_code
 
 
-@pytest.mark.parametrize(
-    ("method", "path", "without", "with_key"),
-    [
-        ("GET", "/api/v1/healthz", 200, 200),
-        ("GET", "/api/v1/healthz/", 401, 307),
-        ("GET", "/healthz", 401, 404),
-        ("GET", "/api/v1/unknown", 401, 404),
-        ("GET", "/", 401, 404),
-        ("OPTIONS", "/api/v1/asample", 401, 405),
-        ("DELETE", "/api/v1/training_runs/m/checkpoints/weights/healthz", 401, 500),
-    ],
-)
-async def test_every_path_but_one_needs_the_key(method, path, without, with_key, tmp_path):
-    settings = Settings(folder=tmp_path, api_key="right")
-    assert await ask(settings, method, path, {}) == without
-    assert await ask(settings, method, path, {"x-api-key": b"wrong\xe9"}) == without
-    assert await ask(settings, method, path, {"x-weaver-api-key": "right"}) == with_key
+WITH_KEY = [  # and the status without one
+    ("GET", "/api/v1/healthz", 200, 200),
+    ("GET", "/api/v1/healthz/", 401, 307),
+    ("GET", "/healthz", 401, 404),
+    ("GET", "/api/v1/unknown", 401, 404),
+    ("GET", "/", 401, 404),
+    ("OPTIONS", "/api/v1/asample", 401, 405),
+    ("DELETE", "/api/v1/training_runs/m/checkpoints/weights/healthz", 401, 500),
+]
 
 
-@pytest.mark.parametrize(
-    ("headers", "expected"),
-    [
-        ({}, 200),
-        ({"host": "LOCALHOST.:99"}, 200),
-        ({"host": "127.0.0.1"}, 200),
-        ({"host": "[::1]:8765"}, 200),
-        ({"host": "gpu-machine:1"}, 200),
-        ({"host": "evil.example"}, 403),
-        ({"host": "localhost.evil.example"}, 403),
-        ({"host": "evil.example:80@localhost"}, 403),
-        ({"host": "[::1"}, 403),
-        ({"host": ""}, 403),
-        ({"origin": "http://localhost:1"}, 200),
-        ({"origin": "http://localhost:2"}, 403),
-        ({"origin": "https://evil.example"}, 403),
-        ({"origin": "null"}, 403),
-        ({"origin": "http://[::1"}, 403),
-        ({"sec-fetch-site": "none"}, 200),
-        ({"sec-fetch-site": "cross-site"}, 403),
-        ({"sec-fetch-site": "same-site"}, 403),
-    ],
-)
-async def test_web_pages_of_others_do_not_reach_the_service(headers, expected, tmp_path):
-    settings = Settings(folder=tmp_path, hosts=(*LOOPBACK, "gpu-machine"))
-    assert await ask(settings, "GET", "/api/v1/healthz", headers) == expected
+async def test_every_path_but_one_needs_the_key(tmp_path):
+    settings = ServiceSettings(folder=tmp_path, api_key="right")
+    for method, path, without, with_key in WITH_KEY:
+        for headers in ({}, {"x-api-key": b"wrong\xe9"}, {"x-api-key": ""}):
+            assert await ask(settings, method, path, headers) == without, path
+        for name in ("x-api-key", "x-weaver-api-key"):
+            assert await ask(settings, method, path, {name: "right"}) == with_key, path
+    assert "right" not in repr(settings)
+
+
+BY_HEADERS = [
+    ({}, 200),
+    ({"host": "LOCALHOST.:99"}, 200),
+    ({"host": "127.0.0.1"}, 200),
+    ({"host": "[::1]:8765"}, 200),
+    ({"host": "gpu-machine:1"}, 200),
+    ({"host": "evil.example"}, 403),
+    ({"host": "localhost.evil.example"}, 403),
+    ({"host": "evil.example:80@localhost"}, 403),
+    ({"host": "[::1"}, 403),
+    ({"host": ""}, 403),
+    ({"origin": "http://localhost:1"}, 200),
+    ({"origin": "http://localhost:2"}, 403),
+    ({"origin": "https://evil.example"}, 403),
+    ({"origin": "null"}, 403),
+    ({"origin": "http://[::1"}, 403),
+    ({"sec-fetch-site": "none"}, 200),
+    ({"sec-fetch-site": "cross-site"}, 403),
+    ({"sec-fetch-site": "same-site"}, 403),
+]
+
+
+async def test_web_pages_of_others_do_not_reach_the_service(tmp_path):
+    settings = ServiceSettings(folder=tmp_path, hosts=(*LOOPBACK, "gpu-machine"))
+    for headers, expected in BY_HEADERS:
+        assert await ask(settings, "GET", "/api/v1/healthz", headers) == expected, headers
 
 
 def test_one_cause_writes_one_line_per_second(monkeypatch):

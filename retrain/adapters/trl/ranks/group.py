@@ -7,7 +7,6 @@ samples. A leader that ends breaks the connection, and its followers notice at o
 from __future__ import annotations
 
 import os
-import pickle
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -15,15 +14,12 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from retrain.engine.ranks.contract import Place
+from retrain.adapters.trl.ranks.contract import Place
 from retrain.errors import AdapterError, RetrainError
 
 STOP = "stop"
 """The last order."""
-HEAD_BYTES = 4096
-"""An order up to this size takes one message: 8 bytes for its length, and itself."""
 COLLECTIVE_TIMEOUT = timedelta(days=7)
 """In effect none: a step that hangs is ended by the run's own deadlines, with its processes."""
 POLL_SECONDS = 0.02
@@ -38,7 +34,7 @@ class Order(NamedTuple):
     """What every rank does next."""
 
     name: str
-    args: tuple[Any, ...] = ()  # plain values and numpy arrays
+    args: tuple[Any, ...] = ()  # whatever can be pickled
     share: Any = None  # the same, for this rank only
 
 
@@ -51,35 +47,27 @@ class Ranks:
     def __init__(self, place: Place | None) -> None:
         self.place = place
         self.rank, self.size = (place.rank, place.size) if place else (0, 1)
-        self.met = 0.0
-        """When all ranks met last in `gather`, on this process's monotonic clock."""
         self._group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT) if place else None
 
     def lead(self, name: str, *args: Any, shares: Sequence[Any] | None = None) -> None:
-        """Send an order to all followers: plain values and numpy arrays.
+        """Send an order to all followers, of values that can be pickled.
 
         `shares` has one value per rank, of which a follower gets its own; that of rank 0 is unused.
         """
-        if self._group is None:
-            return
-        parcels = [pickle.dumps(share, protocol=5) for share in shares[1:]] if shares else []
-        order = pickle.dumps((name, args, [len(parcel) for parcel in parcels]), protocol=5)
-        self._broadcast(order)
-        sent = [
-            dist.isend(_tensor(parcel), dst=rank, group=self._group)
-            for rank, parcel in enumerate(parcels, 1)
-        ]
-        for one in sent:
-            one.wait()  # type: ignore[union-attr]  # None only outside the group
+        if self._group is not None:
+            dist.broadcast_object_list([(name, args, shares is not None)], 0, self._group)
+            if shares is not None:
+                dist.scatter_object_list([None], [None, *shares[1:]], 0, self._group)
 
     def follow(self) -> Order:
         """Wait for the leader's next order."""
-        name, args, sizes = pickle.loads(self._receive())
-        if not sizes:
-            return Order(name, args)
-        parcel = torch.empty(sizes[self.rank - 1], dtype=torch.uint8)
-        dist.recv(parcel, src=0, group=self._group)
-        return Order(name, args, pickle.loads(parcel.numpy().tobytes()))
+        received: list[Any] = [None]
+        dist.broadcast_object_list(received, 0, self._group)
+        [(name, args, shared)] = received
+        share: list[Any] = [None]
+        if shared:
+            dist.scatter_object_list(share, None, 0, self._group)
+        return Order(name, args, share[0])
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all ranks, by rank, on every rank; for small ones: findings and sums."""
@@ -87,7 +75,6 @@ class Ranks:
             return [value]
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, value, group=self._group)
-        self.met = time.monotonic()
         return found
 
     def together(self, call: Callable[[], T]) -> T:
@@ -118,26 +105,6 @@ class Ranks:
         if self._group is not None:
             self._group = None
             dist.destroy_process_group()
-
-    def _broadcast(self, order: bytes) -> None:
-        head = torch.zeros(HEAD_BYTES, dtype=torch.uint8)
-        head[:8] = _tensor(len(order).to_bytes(8, "little"))
-        fits = len(order) <= HEAD_BYTES - 8
-        if fits:
-            head[8 : 8 + len(order)] = _tensor(order)
-        dist.broadcast(head, src=0, group=self._group)
-        if not fits:
-            dist.broadcast(_tensor(order), src=0, group=self._group)
-
-    def _receive(self) -> bytes:
-        head = torch.empty(HEAD_BYTES, dtype=torch.uint8)
-        dist.broadcast(head, src=0, group=self._group)
-        length = int.from_bytes(head[:8].numpy().tobytes(), "little")
-        if length <= HEAD_BYTES - 8:
-            return head[8 : 8 + length].numpy().tobytes()
-        order = torch.empty(length, dtype=torch.uint8)
-        dist.broadcast(order, src=0, group=self._group)
-        return order.numpy().tobytes()
 
 
 ALONE = Ranks(None)
@@ -214,7 +181,3 @@ def _unexpected(error: Exception) -> AdapterError:
 
 def _backend(cuda: bool) -> str:
     return "cpu:gloo,cuda:nccl" if cuda else "gloo"
-
-
-def _tensor(data: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)

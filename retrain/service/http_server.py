@@ -22,8 +22,8 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from retrain.service.gate import HEALTH
-from retrain.service.state import FrontSettings
+from retrain.service.access import HEALTH
+from retrain.service.state import HttpLimits
 from retrain.transport.serving import BACKLOG, allow_files, settings_of
 
 MIN_RATE = 1000.0
@@ -36,13 +36,13 @@ and run out of file descriptors."""
 log = logging.getLogger(__name__)
 
 
-def make_server(app: ASGIApp, settings: FrontSettings) -> uvicorn.Server:
+def make_server(app: ASGIApp, settings: HttpLimits) -> uvicorn.Server:
     """A server for an app that has been started already."""
     http = partial(GuardedProtocol, _Door(settings))
-    return _Server(settings_of(app, http, shutdown=settings.shutdown, backlog=ACCEPTS))
+    return _HttpServer(settings_of(app, http, shutdown=settings.shutdown, backlog=ACCEPTS))
 
 
-class _Server(uvicorn.Server):
+class _HttpServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for listening in sockets or []:
@@ -55,7 +55,7 @@ class _Server(uvicorn.Server):
 class _Door:
     """What all connections of a server share."""
 
-    def __init__(self, settings: FrontSettings) -> None:
+    def __init__(self, settings: HttpLimits) -> None:
         self.settings = settings
         self.heads: dict[GuardedProtocol, None] = {}
         """Connections without a complete request, the one that has waited longest first."""

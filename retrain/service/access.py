@@ -1,8 +1,8 @@
 """Who may call the service: checked before a request's body is read, and before its path is known.
 
 - With an API key, every request needs it, except those for `/api/v1/healthz`.
-- With `Settings.hosts`, a request must be addressed to one of them. A web page whose name resolves
-  to this machine (DNS rebinding) sends its own name.
+- With `ServiceSettings.hosts`, a request must be addressed to one of them. A web page whose name
+  resolves to this machine (DNS rebinding) sends its own name.
 - A browser names the page that sends a request: pages from elsewhere are refused.
 """
 
@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from retrain.service.errors import ServiceError
 from retrain.service.protocol import answer_error
-from retrain.service.state import Settings
+from retrain.service.state import ServiceSettings
 from retrain.transport.web import foreign
 
 HEALTH = "/api/v1/healthz"
@@ -24,10 +24,10 @@ HEALTH = "/api/v1/healthz"
 ADVICE = "if this name is right, start the service with --allow-host"
 
 
-class Gate:
+class AccessCheck:
     """Middleware that answers requests that must not reach `app`: with status 401 or 403."""
 
-    def __init__(self, app: ASGIApp, settings: Settings) -> None:
+    def __init__(self, app: ASGIApp, settings: ServiceSettings) -> None:
         self._app, self._settings = app, settings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

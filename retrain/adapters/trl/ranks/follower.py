@@ -1,4 +1,4 @@
-"""The program of a process of the crew: `python -m retrain.engine.ranks.follower`."""
+"""The program of a process of the crew: `python -m retrain.adapters.trl.ranks.follower`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import traceback
 from contextlib import suppress
 from dataclasses import replace
 
+from retrain.adapters.trl.ranks.contract import ignore_signals, launched
 from retrain.concurrency.loading import uncollected
-from retrain.engine.ranks.contract import ignore_signals, launched
 from retrain.errors import ConfigError
 
 
@@ -29,7 +29,7 @@ def main() -> int:
         with uncollected():
             work = getattr(importlib.import_module(module), function)
         work(replace(place, spawned=True), payload)
-    except BaseException:  # noqa: BLE001 - the leader quotes the last lines
+    except Exception:  # noqa: BLE001 - the leader quotes the last lines
         traceback.print_exc()
         return 1
     return 0

@@ -61,6 +61,10 @@ def launched(environment: Mapping[str, str] = os.environ) -> Place | None:
             f"WORLD_SIZE is {environment['WORLD_SIZE']}, but {', '.join(missing)} is not set; "
             "start the run with torchrun, which sets all of them, or unset WORLD_SIZE"
         )
+    return _place_of(environment)
+
+
+def _place_of(environment: Mapping[str, str]) -> Place:
     rank, size, local_rank, local_size, address, port = (environment[name] for name in _NAMES)
     try:
         found = Place(int(rank), int(size), int(local_rank), int(local_size), address, int(port))

@@ -1,4 +1,4 @@
-"""The service with vLLM servers as its sampler, over the stand-in."""
+"""The service with a fleet of vLLM servers as its sampler, over the stand-in."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from retrain.engine.tiny import tiny_folder
 from retrain.engine.vllm.client import VllmClient
 from retrain.engine.vllm.options import VllmOptions
 from retrain.service.core import Service
+from retrain.service.fleet_sampler import FleetSampler
 from retrain.service.serve import main
-from retrain.service.served import ServedSampler
-from retrain.service.state import Settings
+from retrain.service.state import ServiceSettings
 from tests.service_kit import TOKENS, Tinker, datum, in_process, passed
-from tests.test_service_tinker import (
+from tests.test_service_snapshots import (
     test_likeliest_and_given_tokens_of_the_prompt_have_the_models_log_probs as check_likeliest,
 )
 
@@ -32,19 +32,17 @@ def server() -> Iterator[StandIn]:
         yield found
 
 
-@pytest.fixture
-async def tinker(server, tmp_path) -> AsyncIterator[Tinker]:
+@pytest.fixture(params=["auto"])
+async def tinker(server, tmp_path, request) -> AsyncIterator[Tinker]:
+    """A service that publishes as the parameter says."""
     server.faults(restart=True)
-    async with in_process(tmp_path, vllm=VllmOptions(url=server.url)) as client:
+    options = VllmOptions(url=server.url, publish=request.param)
+    async with in_process(tmp_path, vllm=options) as client:
         await client.start()
         yield client
 
 
-async def snapshot(tinker: Tinker, seq_id: int, number: int, model_id: str = "") -> str:
-    body = {"sampling_session_seq_id": number}
-    if model_id:
-        body["model_id"] = model_id
-    return (await tinker.done("save_weights_for_sampler", seq_id, **body))["sampling_session_id"]
+whole_weights = pytest.mark.parametrize("tinker", ["folder"], indirect=True)
 
 
 async def trained(tinker: Tinker, number: int, rate: float, **lora) -> str:
@@ -53,12 +51,6 @@ async def trained(tinker: Tinker, number: int, rate: float, **lora) -> str:
     await tinker.done("forward_backward", 1, model_id=model_id, **passed())
     await tinker.done("optim_step", 2, model_id=model_id, adam_params={"learning_rate": rate})
     return model_id
-
-
-async def base_sampler(tinker: Tinker, number: int) -> str:
-    body = {"session_id": tinker.session_id, "sampling_session_seq_id": number}
-    found = await tinker.post("create_sampling_session", {**body, "base_model": "tiny"})
-    return found["sampling_session_id"]
 
 
 async def adapters(server: StandIn) -> set[str]:
@@ -82,7 +74,7 @@ async def test_snapshots_are_adapters_side_by_side(tinker, server):
     reloads = server.seen(RELOAD)
     models = [await trained(tinker, 1 + i, 0.01 * (1 + i)) for i in range(3)]
     expected = [await tinker.logprobs(3, model) for model in models]
-    samplers = [await snapshot(tinker, 4, i, model) for i, model in enumerate(models)]
+    samplers = [await tinker.snapshot(4, i, model) for i, model in enumerate(models)]
     first = [await tinker.score(sampler, 0) for sampler in samplers[:2]]
     two = await adapters(server)
     assert len(two) == 2
@@ -95,12 +87,13 @@ async def test_snapshots_are_adapters_side_by_side(tinker, server):
     assert server.seen(RELOAD) == reloads, "adapters need no new weights of the model"
 
 
-async def test_full_weights_wait_until_no_other_weights_are_used(tinker, server):
+@whole_weights
+async def test_whole_weights_wait_until_no_other_weights_are_used(tinker, server):
     full = await trained(tinker, 1, 0.01, rank=0)
-    lora = await trained(tinker, 2, 0.02)
+    lora = await trained(tinker, 2, 0.02, rank=32, train_unembed=False)
     expected = [await tinker.logprobs(3, model) for model in (full, lora)]
-    samplers = [await snapshot(tinker, 4, i, model) for i, model in enumerate((full, lora))]
-    base = await base_sampler(tinker, 7)
+    samplers = [await tinker.snapshot(4, i, model) for i, model in enumerate((full, lora))]
+    base = await tinker.base_sampler(7)
     server.faults(delay={GENERATE: 0.05})
     plain = await tinker.score(base, 0)
     order = [0, 1, 0, 1, 1, 0]
@@ -110,33 +103,37 @@ async def test_full_weights_wait_until_no_other_weights_are_used(tinker, server)
     assert await tinker.score(base, 1) == pytest.approx(plain, abs=1e-6)
 
 
-async def test_a_rank_above_the_servers_is_merged_or_refused_with_the_reason(tinker):
-    merged = await trained(tinker, 1, 0.01, rank=32, train_unembed=False)
-    refused = await trained(tinker, 2, 0.01, rank=32)
-    expected = await tinker.logprobs(3, merged)
-    sampler = await snapshot(tinker, 4, 0, merged)
-    assert await tinker.score(sampler, 0) == pytest.approx(expected, abs=1e-5)
-    sampler = await snapshot(tinker, 3, 1, refused)
+async def rejected(tinker: Tinker, sampler: str, seq_id: int = 0, **params) -> str:
+    """The error of a sample request."""
     body = {
         "sampling_session_id": sampler,
-        "seq_id": 0,
+        "seq_id": seq_id,
         "num_samples": 1,
         "prompt": datum(TOKENS)["model_input"],
-        "sampling_params": {"max_tokens": 1},
+        "sampling_params": {"max_tokens": 1, **params},
     }
-    reply = await tinker.result(await tinker.post("asample", body))
-    assert "train_unembed: false" in reply["error"]
-    base = await base_sampler(tinker, 7)
-    body |= {"sampling_session_id": base, "sampling_params": {"max_tokens": 1, "seed": 3}}
-    reply = await tinker.result(await tinker.post("asample", body))
-    assert "does not support seeds" in reply["error"]
-    body |= {"seq_id": 1, "sampling_params": {"max_tokens": 1, "temperature": 2.5}}
-    reply = await tinker.result(await tinker.post("asample", body))
-    assert "temperature: got 2.5, expected 0, or a number from 0.01 to 2" in reply["error"]
+    return (await tinker.result(await tinker.post("asample", body)))["error"]
+
+
+async def test_what_the_servers_cannot_serve_is_rejected_with_the_option_to_change(tinker):
+    for number, rank in enumerate((32, 0)):
+        model = await trained(tinker, 1 + number, 0.01, rank=rank)
+        sampler = await tinker.snapshot(3, number, model)
+        assert "publish=folder" in await rejected(tinker, sampler)
+    base = await tinker.base_sampler(7)
+    assert "seed" in await rejected(tinker, base, 0, seed=3)
+    assert "temperature: got 2.5" in await rejected(tinker, base, 1, temperature=2.5)
+    assert len(await tinker.score(base, 2)) == len(TOKENS) - 1
+
+
+@whole_weights
+async def test_a_lora_on_a_tied_output_layer_is_not_whole_weights(tinker):
+    sampler = await tinker.snapshot(3, 0, await trained(tinker, 1, 0.01))
+    assert "publish=adapter" in await rejected(tinker, sampler)
 
 
 async def test_an_adapter_whose_load_is_cancelled_is_freed(tinker, server):
-    sampler = await snapshot(tinker, 3, 0, await trained(tinker, 1, 0.01))
+    sampler = await tinker.snapshot(3, 0, await trained(tinker, 1, 0.01))
     pool = tinker.app.service._pool
     server.faults(delay={LOAD: 0.3})
     before, place = server.seen(LOAD), tinker.app.service.samplers[sampler].place
@@ -159,26 +156,25 @@ async def test_an_adapter_whose_load_is_cancelled_is_freed(tinker, server):
 
 
 async def test_servers_that_do_not_answer_fail_the_request_alone(tinker, server, monkeypatch):
-    base = await base_sampler(tinker, 7)
+    base = await tinker.base_sampler(7)
     plain = await tinker.score(base, 0)
-    monkeypatch.setattr("retrain.service.vllm.SAMPLE_SECONDS", 0.05)
+    monkeypatch.setattr("retrain.service.fleet.SAMPLE_SECONDS", 0.05)
     server.faults(delay={GENERATE: 1.0})
-    body = {"prompt": datum(TOKENS)["model_input"], "sampling_params": {"max_tokens": 1}}
-    body |= {"sampling_session_id": base, "seq_id": 1, "num_samples": 1}
-    reply = await tinker.result(await tinker.post("asample", body))
-    assert "did not answer within 0.05 s" in reply["error"]
+    assert "0.05 s" in await rejected(tinker, base, 1)
     monkeypatch.undo()
     server.faults()
     assert await tinker.score(base, 2) == plain
 
 
 async def test_an_error_at_the_end_leaves_nothing_open(tmp_path, server, monkeypatch):
-    service = Service(Settings(folder=tmp_path, vllm=VllmOptions(url=server.url)))
+    service = Service(ServiceSettings(folder=tmp_path, vllm=VllmOptions(url=server.url)))
+    await service.__aenter__()
+    fleet = service._pool._whole.fleet
+    monkeypatch.setattr(fleet, "close", failing(fleet.close))
     with pytest.raises(OSError, match="full"):
-        async with service:
-            monkeypatch.setattr(service._pool, "close", failing(service._pool.close))
+        await service.__aexit__()
     assert service._engine._executor._shutdown
-    async with Service(Settings(folder=tmp_path)):  # the folder is free again
+    async with Service(ServiceSettings(folder=tmp_path)):  # the folder is free again
         pass
 
 
@@ -191,10 +187,10 @@ def failing(close):
 
 
 async def test_too_many_given_tokens_are_refused(tinker, monkeypatch):
-    monkeypatch.setattr("retrain.service.served.WIDEST", 107 * 3)
+    monkeypatch.setattr("retrain.service.fleet_sampler.WIDEST", 107 * 3)
     async with tinker.app.service._pool.use(None) as sampler:
-        assert isinstance(sampler, ServedSampler)
-        with pytest.raises(ValueError, match="expected at most 3 tokens"):
+        assert isinstance(sampler, FleetSampler)
+        with pytest.raises(ValueError, match="at most 3"):
             await sampler.alternatives(TOKENS, given=[[1]] * 5)
 
 
@@ -208,7 +204,7 @@ async def test_a_sequence_that_fills_the_context_has_alternatives(tinker):
 
 async def test_a_server_that_restarts_gets_the_present_snapshots(tinker, server):
     model = await trained(tinker, 1, 0.01)
-    sampler, base = await snapshot(tinker, 3, 0, model), await base_sampler(tinker, 7)
+    sampler, base = await tinker.snapshot(3, 0, model), await tinker.base_sampler(7)
     before = await tinker.score(sampler, 0), await tinker.score(base, 0)
     server.faults(restart=True)
     assert (await tinker.score(sampler, 1), await tinker.score(base, 1)) == before
@@ -217,11 +213,11 @@ async def test_a_server_that_restarts_gets_the_present_snapshots(tinker, server)
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["--sampler", "vllm"], "got neither of url and python"),
-        (["--vllm", "url=http://127.0.0.1:1"], "--vllm has no effect without --sampler vllm"),
+        (["--sampler", "vllm"], "neither of url and python"),
+        (["--vllm", "url=http://127.0.0.1:1"], "--sampler vllm"),
         (["--sampler", "vllm", "--vllm", "url=x"], "--vllm url: got 'x'"),
-        (["--sampler", "vllm", "--vllm", "url"], "expected KEY=VALUE, such as url="),
-        (["--sampler", "vllm", "--vllm", "python=/no"], "--vllm python: /no is not a program"),
+        (["--sampler", "vllm", "--vllm", "url"], "KEY=VALUE"),
+        (["--sampler", "vllm", "--vllm", "python=/no"], "--vllm python: /no"),
     ],
 )
 def test_wrong_options(given, message, capsys, tmp_path):
