@@ -443,10 +443,12 @@ async def _until_learned(run: Run, learner: asyncio.Task[None]) -> bool:
     try:
         await asyncio.wait([learner])
     except asyncio.CancelledError as error:
-        if learner.done() or run.stalled:
-            raise  # a stage failed or the run stalled: the task group is ending
+        if run.stalled:
+            raise
         if learner.cancelling():  # by user code that cancels all tasks
             raise RunError(f"user code cancelled the run after step {run.step}") from None
+        if learner.done():
+            raise  # a stage failed: the task group is ending
         run.request_stop()
         run.evaluation.cancel()
         ended = bool(error.args) and isinstance(error.args[0], UserCodeError)
