@@ -148,7 +148,7 @@ class Window(Callback):
         self.rows: list[Metrics] = []
 
     def on_train_begin(self, trainer: Any) -> None:  # any: the run
-        self.fleet: Fleet = trainer.adapter
+        self.fleet: Fleet = trainer.backend.adapter
 
     def on_step_end(self, trainer: Any, step: int, metrics: Metrics) -> None:  # any: the run
         if step == self.first:

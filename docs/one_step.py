@@ -36,8 +36,8 @@ async def learn(parts: Parts) -> list[Metrics]:
                 loss_config=parts.loss_config,
                 normalisation=parts.normalisation,
             )
-            if parts.is_idle(batch):  # no advantage, so no gradient
-                continue
+            if parts.skips_flat and not any(any(sample.advantages) for sample in samples):
+                continue  # no advantage, so no gradient
             history.append(await adapter.update(batch))  # loss, gradient, optimizer
             await adapter.publish()  # the next rollouts are sampled from the new weights
         await slot.close()  # closes the environments

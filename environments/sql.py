@@ -10,17 +10,12 @@ answer has an ORDER BY.
 
 from __future__ import annotations
 
-import inspect
-import marshal
 import math
 import re
-import signal
 import sqlite3
-import subprocess
 import sys
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from asyncio import timeout
+from collections.abc import Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -35,24 +30,19 @@ from retrain import (
     StepResult,
     in_thread,
     program_in,
+    run_program,
 )
 
-READS = {
-    sqlite3.SQLITE_SELECT,
-    sqlite3.SQLITE_READ,
-    sqlite3.SQLITE_FUNCTION,
-    sqlite3.SQLITE_RECURSIVE,
-}
-"""What a query may do; everything else, such as ATTACH, PRAGMA and writing, is denied."""
-LENGTH = 2**20
-"""The most bytes of one value."""
-MOST = 2**24
-"""The most bytes of the values of a result."""
+from . import _queries
+from ._queries import WRONG, queried
+
 START_SECONDS = 2.0
 """What the process of a query may take in addition, to start and to end."""
 SHOWN = 5
 """Rows of a wrong result that the model sees."""
-Rows = Sequence[tuple[Any, ...]]  # any: what SQLite stores
+OUTPUT = 2**28
+"""The most bytes that the process of a query prints."""
+Rows = Sequence[Sequence[Any]]  # any: what SQLite stores
 
 
 class Sql(Environment):
@@ -96,8 +86,9 @@ class Sql(Environment):
     async def step(self, action: Action) -> StepResult:
         self.tried += 1
         try:
-            rows = await self.result(program_in(action.text))
-        except (sqlite3.Error, sqlite3.Warning, ValueError) as error:
+            query = program_in(action.text)
+            rows = await self.database.rows_apart(query, self.seconds, self.rows)
+        except ValueError as error:
             right, reply = False, f"error: {error}"
         else:
             right = equal(rows, self.expected, is_ordered(str(self.prompt.answer)))
@@ -119,12 +110,9 @@ class Sql(Environment):
             )
         try:
             return self.database.rows(row.answer, self.seconds, self.rows)
-        except (sqlite3.Error, sqlite3.Warning, ValueError) as error:
+        except WRONG as error:
             hint = f" after {self.seconds:g} s (seconds)" if "interrupted" in str(error) else ""
             raise ValueError(f"the answer {row.answer!r} of the row fails: {error}{hint}") from None
-
-    async def result(self, query: str) -> Rows:
-        return await in_thread(partial(self.database.rows_apart, query, self.seconds, self.rows))
 
 
 class Database:
@@ -151,112 +139,27 @@ class Database:
         """The rows of a query of the data. Raises sqlite3.Error, or ValueError for too many."""
         return queried(self.source, self.image, query, seconds, most)
 
-    def rows_apart(self, query: str, seconds: float, most: int) -> Rows:
+    async def rows_apart(self, query: str, seconds: float, most: int) -> Rows:
         """The rows of a query of the model, in its own process.
 
         Raises ValueError for a query that fails, and RuntimeError if a signal ended the process:
-        the rollout fails and gets no score. Ctrl-C does not reach the process, which has its own
-        session. It sets an alarm, so that it ends even if its parent was killed.
+        the rollout fails and gets no score.
         """
-        given = marshal.dumps((self.source, self.image, query, seconds, most))
-        limit = seconds + START_SECONDS
-        command = [sys.executable, "-I", "-S", "-c", PROGRAM, str(math.ceil(limit))]
+        given = _queries.encoded((self.source, self.image, query, seconds, most))
+        command = [sys.executable, "-I", "-S", "-B", _queries.__file__]
         try:
-            done = subprocess.run(
-                command, input=given, capture_output=True, timeout=limit, start_new_session=True
-            )
-        except subprocess.TimeoutExpired:
+            async with timeout(seconds + START_SECONDS):
+                done = await run_program(command, stdin=given, keep=OUTPUT)
+        except TimeoutError:
             raise ValueError("interrupted") from None
-        if done.returncode == -signal.SIGALRM:
-            raise ValueError("interrupted")
-        if done.returncode < 0:
-            raise RuntimeError(f"signal {-done.returncode} ended the process of the query")
-        if done.returncode:
-            raise ValueError(f"the query ended its process: {done.stderr.decode()[-200:]}")
-        rows: Rows | str = marshal.loads(done.stdout)
+        if done.exit_code < 0:
+            raise RuntimeError(f"signal {-done.exit_code} ended the process of the query")
+        if done.exit_code:
+            raise ValueError(f"the query ended its process: {done.stderr[-200:]}")
+        rows: Rows | str = _queries.decoded(done.stdout)
         if isinstance(rows, str):
             raise ValueError(rows)
         return rows
-
-
-def queried(source: str, image: bytes, query: str, seconds: float, most: int) -> Rows:
-    """The rows of a query. Raises sqlite3.Error, or ValueError if there are too many."""
-    connection = sqlite3.connect(source, uri=True, isolation_level=None)
-    try:
-        if image:
-            connection.deserialize(image)
-        connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, LENGTH)
-        connection.setlimit(sqlite3.SQLITE_LIMIT_LIKE_PATTERN_LENGTH, 100)
-        connection.set_authorizer(allowed)
-        with interrupted(connection, seconds):
-            cursor = connection.execute(query)
-            if cursor.description is None:
-                raise ValueError("this is not a SELECT")
-            return read(cursor, most)
-    except UnicodeEncodeError as error:
-        raise ValueError("the query is not UTF-8") from error
-    finally:
-        connection.close()
-
-
-@contextmanager
-def interrupted(connection: sqlite3.Connection, seconds: float) -> Iterator[None]:
-    """Interrupt a query that takes longer: SQLite looks for that at every row.
-
-    A progress handler is called after many instructions, of which each may take a second.
-    """
-    timer = threading.Timer(seconds, connection.interrupt)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-        timer.join()
-
-
-def read(cursor: sqlite3.Cursor, most: int) -> Rows:
-    """All rows; raises ValueError if there are more than `most`, or they are too large."""
-    rows: list[tuple[Any, ...]] = []
-    size = 0
-    for row in cursor:
-        size += sum(len(value) for value in row if isinstance(value, str | bytes))
-        if len(rows) == most or size > MOST:
-            what = f"{most} rows" if size <= MOST else f"{MOST} bytes"
-            raise ValueError(f"the result has more than {what}")
-        rows.append(row)
-    return rows
-
-
-def allowed(action: int, _first: Any, name: Any, *_: Any) -> int:
-    good = action in READS and name != "load_extension"
-    return sqlite3.SQLITE_OK if good else sqlite3.SQLITE_DENY
-
-
-def main() -> None:
-    """The process of a query: writes its rows, or what is wrong with it.
-
-    The default action of SIGALRM ends the process even inside SQLite's C code.
-    """
-    signal.alarm(int(sys.argv[1]))
-    try:
-        result: Rows | str = queried(*marshal.load(sys.stdin.buffer))
-    except (sqlite3.Error, sqlite3.Warning, ValueError) as error:
-        result = str(error)
-    marshal.dump(result, sys.stdout.buffer)
-
-
-PROGRAM = "\n".join(
-    [
-        "from __future__ import annotations",
-        "import marshal, signal, sqlite3, sys, threading",
-        "from contextlib import contextmanager",
-        f"READS, LENGTH, MOST = {READS}, {LENGTH}, {MOST}",
-        *map(inspect.getsource, (queried, interrupted, read, allowed, main)),
-        "main()",
-    ]
-)
-"""It imports only what it needs, and so starts in some milliseconds."""
 
 
 def found(database: str | None, base_dir: Path) -> Path:
@@ -286,7 +189,7 @@ def equal(rows: Rows, expected: Rows, ordered: bool) -> bool:
     )
 
 
-def place(row: tuple[Any, ...]) -> Any:
+def place(row: Sequence[Any]) -> Any:
     """The place of a row among others: the same for numbers that are equal to 12 digits."""
     rounded = [float(f"{value:.12g}") if is_number(value) else value for value in row]
     return [ranked(value) for value in rounded], [ranked(value) for value in row]

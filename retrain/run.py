@@ -39,7 +39,6 @@ from retrain.errors import (
 from retrain.observe.streams import let_go
 
 if TYPE_CHECKING:
-    from retrain.adapters.base import AdapterOptions
     from retrain.adapters.trl.ranks.contract import Place
     from retrain.assembly import Parts
     from retrain.config import RunConfig
@@ -375,7 +374,9 @@ def _dry_run(config: RunConfig, source: str, *, resume: bool) -> int:
             from retrain.assembly.sections import options_of
 
             with suppress(ConfigError):  # of what is reported already
-                _print_forecast(options_of(config), config)
+                if forecast := options_of(config).forecast(config):
+                    for line in forecast.lines():
+                        _print(line)
         raise
     note, _, text = as_yaml(parts.resolved()).partition("\n")
     print(note)
@@ -401,13 +402,6 @@ def _assembled(config: RunConfig) -> Parts:
     for notice in parts.notices():
         _print(notice)
     return parts
-
-
-def _print_forecast(options: AdapterOptions, config: RunConfig) -> None:
-    if forecast := options.forecast(config):
-        _print(forecast.text)
-        if forecast.warning:
-            _print(f"warning: {forecast.warning}")
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import gc
 import os
 import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -87,6 +88,23 @@ def seconds(group: list[pytest.Item]) -> float:
 
 def function_of(item: pytest.Item) -> str:
     return item.nodeid.partition("[")[0]
+
+
+@pytest.fixture
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder, which is the working folder."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def nothing_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is wrong is reported before the backend opens."""
+
+    def opened(parts: object) -> None:
+        raise AssertionError("the backend was opened before the mistake was reported")
+
+    monkeypatch.setattr("retrain.assembly.Parts.open_adapter", opened)
 
 
 @pytest.fixture(autouse=True)

@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from retrain.engine.decoder import Decoder, Request, SamplerStats
+from retrain.engine.decoder import Decoder, QueuedRequest, SamplerStats
 from retrain.engine.models import load_model, load_tokenizer
 from retrain.engine.stopping import Stopping
 from retrain.engine.vllm.transfer import Bucket, broadcast, join
@@ -133,7 +133,7 @@ class Engine:
         self._models: dict[str, nn.Module] = {BASE: self.base}
         self._decoders: dict[str, Decoder] = {}
         self._waiting: list[tuple[Job, list[Choice]]] = []
-        self._running: dict[Request, tuple[Job, list[Choice]]] = {}
+        self._running: dict[QueuedRequest, tuple[Job, list[Choice]]] = {}
         self._stats = SamplerStats()
         self._group: Any = None
         self._changed.set()  # `run` looks again
@@ -204,13 +204,13 @@ class Engine:
             jobs = [(job, choices) for job, choices in waiting if job.adapter == adapter]
             self._collect(decoder.admit([r for one in jobs for r in self._requests(*one)]))
 
-    def _requests(self, job: Job, choices: list[Choice]) -> Iterator[Request]:
+    def _requests(self, job: Job, choices: list[Choice]) -> Iterator[QueuedRequest]:
         if job.score is not None and job.scores is None:
             job.scores = self._score(job)
         fresh = [choice for choice in choices if not choice.ids]
         for part in [fresh] * bool(fresh) + [[choice] for choice in choices if choice.ids]:
             before = part[0].ids
-            request = Request(
+            request = QueuedRequest(
                 [*job.prompt, *before],
                 Continued(job.stopping, before),  # type: ignore[arg-type]
                 [random.getrandbits(64) for _ in part],
@@ -231,14 +231,14 @@ class Engine:
             for likely in [row.topk(count)]
         ]
 
-    def _collect(self, requests: Sequence[Request]) -> None:
+    def _collect(self, requests: Sequence[QueuedRequest]) -> None:
         for request in requests:
             if request in self._running:
                 job, choices = self._running.pop(request)
                 self._bank(request, choices)
                 self._settle(job)
 
-    def _bank(self, request: Request, choices: list[Choice]) -> None:
+    def _bank(self, request: QueuedRequest, choices: list[Choice]) -> None:
         """Take over the completions that are complete."""
         for choice, completion, tops in zip(
             choices, request.completions, request.tops, strict=True

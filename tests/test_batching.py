@@ -63,7 +63,7 @@ def test_credit_of_the_wrong_length_is_an_error():
 
 
 def test_a_sample_whose_streams_differ_in_length_is_an_error():
-    with pytest.raises(ValueError, match=r"has 2 token_ids, but \{'logprobs': 1, 'ref': 3\}"):
+    with pytest.raises(ValueError, match=r"2 token_ids.*\{'logprobs': 1, 'ref': 3\}"):
         Sample([1, 2], [0, 1], [0.0], [0, 0], [0, 0], {"ref": [1, 2, 3]})
 
 
@@ -160,13 +160,12 @@ def test_dro_scales_its_quadratic_term_too_and_refuses_sequences():
     assert normalised(batch_of("dro", beta=0.6), "token").loss_config == {
         "beta": pytest.approx(0.2)
     }
-    with pytest.raises(ValueError, match="dro can't be normalised by sequence"):
+    with pytest.raises(ValueError, match=r"dro.*sequence"):
         normalised(batch_of("dro", beta=0.6), "sequence")
 
 
 @pytest.mark.parametrize(
-    ("loss", "first"),
-    [("dapo", 2 / 3), ("bnpo", 2 / 3), ("grpo", 0.5), ("dr_grpo", 2.0 / 2 / 8)],
+    ("loss", "first"), [("dapo", 2 / 3), ("bnpo", 2 / 3), ("grpo", 0.5), ("dr_grpo", 2.0 / 2 / 8)]
 )
 def test_trls_names_are_shared_losses_with_a_normaliser(loss, first):
     made = as_shared(batch_of(loss), max_tokens=8)

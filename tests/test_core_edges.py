@@ -796,7 +796,7 @@ async def test_stop_is_heard_while_finished_groups_wait_for_a_step(tmp_path):
     class Stops(Callback):
         async def on_step_begin(self, trainer, step):
             if step == 2:
-                while trainer.done.qsize() < 2:  # noqa: ASYNC110 - a queue has no event of that
+                while trainer.desk.done.qsize() < 2:  # noqa: ASYNC110 - a queue has no event of that
                     await asyncio.sleep(0)
                 trainer.request_stop()
                 trainer.stopping = False  # the learner went past that check already

@@ -68,7 +68,7 @@ def test_every_target_keeps_its_own_values_and_follows_its_own_context(sample: S
 
 def test_a_sample_of_one_token_is_refused() -> None:
     lonely = Sample([5], [1], [-0.1], [1.0], [0], group_id="0.3.0")
-    with pytest.raises(ValueError, match=r"group '0\.3\.0' has 1 tokens, expected at least 2"):
+    with pytest.raises(ValueError, match=r"'0\.3\.0'.*1.*2"):
         shift(lonely)
 
 

@@ -233,15 +233,13 @@ def test_the_commands_of_a_cookbook_page_train(name: str, folder: Path) -> None:
     assert not any(row.get("rollouts/failed") for row in rows)
 
 
-@pytest.mark.slow(10)
-@pytest.mark.parametrize(("name", "steps"), [("def matches", 34), ("class OneTurn", 60)])
-def test_the_examples_for_newcomers_learn(name: str, steps: int, folder: Path) -> None:
-    [text] = [text for _, text in blocks(ROOT / "docs" / "coming-from.md") if name in text]
-    short = STEPS.sub(rf"\1={steps}", text)
-    exec(compile(short, name, "exec"), {"__name__": "example"})
+@pytest.mark.slow
+def test_the_environment_for_newcomers_is_learnt(folder: Path) -> None:
+    [text] = [t for _, t in blocks(ROOT / "docs" / "coming-from.md") if "class OneTurn" in t]
+    exec(compile(STEPS.sub(r"\1=50", text), "page", "exec"), {"__name__": "example"})
     first, last = tenths(read_metrics(folder / "runs" / "grpo"))
-    assert first < 0.1  # 0.01
-    assert last > 0.3  # 0.4
+    assert first < 0.03  # 0.01
+    assert last > 0.2  # 0.27
 
 
 @pytest.mark.slow

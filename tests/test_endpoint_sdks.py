@@ -104,11 +104,7 @@ async def responses(
     assert answer.status == "completed"
     assert answer.usage.output_tokens > 0
     results = [
-        {
-            "type": "function_call_output",
-            "call_id": item.call_id,
-            "output": _added(item.arguments),
-        }
+        {"type": "function_call_output", "call_id": item.call_id, "output": _added(item.arguments)}
         for item in answer.output
         if item.type == "function_call"
     ]
@@ -294,13 +290,13 @@ async def test_models_count_tokens_and_rewards(clients, server, caplog) -> None:
         counted = await theirs.messages.count_tokens(**asked)
         answer = await theirs.messages.create(**asked, max_tokens=9, extra_body={"top_p": 0.5})
         assert counted.input_tokens == answer.usage.input_tokens
-        assert "the agent sets top_p" in caplog.text
+        assert "top_p" in caplog.text
         answer = await ours.chat.completions.create(**asked)
         assert [turn.seat for turn in rollout.calls.turns] == ["white", "white"]
         await ours.post("/reward", body={"reward": 0.5, "id": answer.id}, cast_to=object)
         await ours.post("/reward", body={"reward": 1}, cast_to=object)
         assert (rollout.calls.turns[1].reward, rollout.calls.rewarded) == (0.5, 1.0)
-        with pytest.raises(clients.sdks[0].NotFoundError, match="expected a seat of this rollout"):
+        with pytest.raises(clients.sdks[0].NotFoundError, match="seat"):
             await ours.chat.completions.create(model="red", messages=QUESTION)
 
 
@@ -329,11 +325,11 @@ async def test_errors_have_the_vendors_form_and_are_not_repeated(clients, server
         assert limit.value.response.headers["x-should-retry"] == "false"
         with pytest.raises(anthropic.RateLimitError, match="max_turns"):
             await theirs.messages.create(**asked, max_tokens=9)
-        with pytest.raises(openai.BadRequestError, match="previous_response_id: got"):
+        with pytest.raises(openai.BadRequestError, match="previous_response_id"):
             await ours.responses.create(**MODEL, input="Hi", previous_response_id="resp-1")
         assert len(rollout.calls.turns) == 1
         assert not other.script.asked
-    with pytest.raises(openai.AuthenticationError, match="not valid for a rollout"):
+    with pytest.raises(openai.AuthenticationError, match="rollout"):
         await ours.chat.completions.create(**asked)
 
 

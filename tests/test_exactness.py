@@ -90,7 +90,7 @@ async def check(config, folder, monkeypatch) -> int:
 
     monkeypatch.setattr(adapter, "update", kept)
     # an untrained model earns nothing, and its batch would be skipped
-    monkeypatch.setattr(Parts, "is_idle", lambda self, batch: False)
+    monkeypatch.setattr(Parts, "skips_flat", False)
     await train(config, parts=parts_with(config, adapter))
     model, trained = load_model(tiny_folder(folder)), 0
     for sample in batches[0].samples:

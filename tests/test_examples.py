@@ -72,20 +72,14 @@ def test_an_assistant_turn_in_the_prompt_is_context_where_an_answer_is_given():
         ({"messages": [ASK]}, "has no assistant tokens, so there is nothing to learn"),
         ({"prompt": "2+3?", "answer": " "}, "has no assistant tokens: the answer is empty"),
         ({"prompt": "2+3?", "answer": [ASK]}, "has no assistant tokens: the answer contains no"),
-        (
-            {"prompt": "2+3?", "answer": 5},
-            "the answer is 5, expected a string or a list",
-        ),
+        ({"prompt": "2+3?", "answer": 5}, "the answer is 5, expected a string or a list"),
         ({"messages": [SAY]}, "its first message is the assistant's"),
         ({"messages": [ASK, SAY, SAY]}, "two assistant messages in a row"),
-        (
-            {"prompt": "2+3?", "answer": [{"role": "assistant"}]},
-            "content is NoneType",
-        ),
+        ({"prompt": "2+3?", "answer": [{"role": "assistant"}]}, "NoneType"),
     ],
 )
 def test_a_row_without_anything_to_imitate_is_an_error_that_names_it(row, message):
-    with pytest.raises(PromptError, match="the list, row 1: ") as caught:
+    with pytest.raises(PromptError, match="row 1") as caught:
         demonstrations({"prompt": "a", "answer": "b"}, row)
     assert message in str(caught.value)
 
@@ -134,8 +128,8 @@ def test_scored_responses_are_paired_best_with_worst_of_each_prompt():
         ([{"prompt": "a", "chosen": "x"}], None,
          "has no rejected; its other columns are chosen; expected prompt, chosen"),
         (SCORED, None, "has no chosen and no rejected; its other columns are response, help"),
-        (SCORED, None, "a scored response, set algorithm.pair_by to one of helpfulness, verb"),
-        (SCORED, "quality", "'quality' (algorithm.pair_by) is None, expected a number"),
+        (SCORED, None, "algorithm.pair_by"),
+        (SCORED, "quality", "'quality' (algorithm.pair_by)"),
         ([{"prompt": "a", "score": 1}], "score", "has no answer, response or completion;"),
     ],
 )  # fmt: skip

@@ -270,4 +270,4 @@ def test_without_verifiers_the_error_says_what_to_install(
     environment = {"type": "verifiers", "id": "letters-v1"}
     config.write_text(yaml.safe_dump({**CONFIG, "environment": environment}))
     assert main([str(config), "--dry-run"]) == 2
-    assert "pip install 'verifiers>=0.4'" in capsys.readouterr().err
+    assert "'verifiers>=0.4'" in capsys.readouterr().err

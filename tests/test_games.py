@@ -422,7 +422,7 @@ def test_a_wrong_game_fails_before_the_run(
 
 def test_a_wrong_game_of_textarena_fails_before_the_run(tmp_path: Path) -> None:
     pytest.importorskip("textarena.envs")
-    with pytest.raises(retrain.ConfigError, match="did you mean TicTacToe-v0"):
+    with pytest.raises(retrain.ConfigError, match="TicTacToe-v0"):
         TextArena(id="TicTacTo-v0")
     with pytest.raises(retrain.ConfigError, match="number of players has to be 2, received 1"):
         TextArena(id="TicTacToe-v0")

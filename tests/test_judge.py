@@ -114,14 +114,14 @@ async def test_the_score_of_a_reply(keys, said, expected):
 @pytest.mark.parametrize(
     ("keys", "said", "expected"),
     [
-        ({}, "I can't say.", "expected a line `Score: N`, where N is a number from 0 to 10"),
+        ({}, "I can't say.", "`Score: N`"),
         ({}, "Score: 11", "score is 11, expected 0 to 10"),
-        ({}, "", "If it was cut off, raise max_tokens (1024)"),
+        ({}, "", "max_tokens (1024)"),
         ({}, None, "reply has no verdict: ''"),  # only reasoning
         ({"max_calls": 3}, "<think>Maybe Score: 5", "reply has no verdict: ''"),
-        ({"reply": "yes_no"}, "Perhaps.", "expected a line `Verdict: yes` or `Verdict: no`"),
-        ({"reply": "json"}, '{"score": true}', 'expected the JSON object {"score": N}'),
-        (CRITERIA, '{"right": 10}', 'expected the JSON object {"right": N, "brief": N}'),
+        ({"reply": "yes_no"}, "Perhaps.", "`Verdict: yes`"),
+        ({"reply": "json"}, '{"score": true}', '{"score": N}'),
+        (CRITERIA, '{"right": 10}', '"brief": N}'),
     ],
 )
 async def test_a_reply_without_a_score_is_asked_for_again_and_never_a_0(keys, said, expected):
@@ -132,7 +132,7 @@ async def test_a_reply_without_a_score_is_asked_for_again_and_never_a_0(keys, sa
         assert expected in trajectory.info["error"]
         assert [len(body["messages"]) for body in server.asked] == [2, 4, 6]
         if "max_calls" in keys:
-            with pytest.raises(BudgetError, match=r"used up.*No reply had a verdict: the judge's"):
+            with pytest.raises(BudgetError, match=r"verdict"):
                 await scored(scorer, "again")
             return
         server.says = lambda body: 'Score: 5 Verdict: yes {"score": 5, "right": 5, "brief": 5}'
@@ -208,7 +208,7 @@ def test_a_cache_keeps_any_string_and_reads_the_files_of_older_versions(tmp_path
 
 
 def test_the_error_of_a_budget_names_its_argument():
-    with pytest.raises(ValueError, match="concurrency: got 0, expected an integer >= 1"):
+    with pytest.raises(ValueError, match="concurrency: got 0"):
         Budget(concurrency=0)
 
 
@@ -273,7 +273,7 @@ async def test_a_server_that_is_down_or_rejects_the_key_is_found_before_the_firs
 
     async with serve(Starlette(routes=[Route("/v1/models", models)])) as url:
         statuses += [401]
-        with pytest.raises(RunError, match=r"check the API key \[401\]. Set `api_key_env`$"):
+        with pytest.raises(RunError, match=r"API.*\[401\].*`api_key_env`$"):
             await ready(judged_by(url))
         for answers in ([503, 502, 200], [404], [403], [501], [500]):  # it starts, or has no list
             statuses += answers
@@ -308,7 +308,7 @@ async def test_kept_replies_need_no_server_and_the_name_of_a_wrong_key_is_given(
 
     monkeypatch.setenv("JUDGE_KEY", "sk-very-secret")
     async with serve(Starlette(routes=[Route("/v1/models", models)])) as url:
-        with pytest.raises(RunError, match=r"\[401\]. Check the key in JUDGE_KEY$"):
+        with pytest.raises(RunError, match=r"\[401\].*JUDGE_KEY$"):
             async with judged_by(url, api_key_env="JUDGE_KEY").serving(pytest.fail):
                 pass
 
@@ -361,8 +361,8 @@ async def test_a_failed_comparison_is_left_out():
         one, two, bad = await scored(scorer, "aaa", "b", "zz")
         assert (one.reward, two.reward) == (1.0, 0.0)
         assert bad.outcome == "infra_error"
-        assert "no comparison succeeded: ValueError" in bad.info["error"]
-        assert "expected a line `Better: A`, `Better: B` or `Better: tie`" in bad.info["error"]
+        assert "ValueError" in bad.info["error"]
+        assert "`Better: A`, `Better: B`" in bad.info["error"]
 
 
 @pytest.mark.parametrize("count", range(7))
@@ -446,9 +446,9 @@ async def test_a_run_reports_what_a_judge_behind_a_gate_cost_until_its_budget_en
             train={"total_train_steps": 99, "groups_per_step": 2},
             staleness={"target": 0},
         )
-        with pytest.raises(BudgetError, match="max_calls = 25 is used up") as caught:
+        with pytest.raises(BudgetError, match="max_calls = 25") as caught:
             await train(config)
-    assert "Fix the cause, then continue with --resume" in str(caught.value.__notes__)
+    assert "--resume" in str(caught.value.__notes__)
     assert len(server.asked) == 25
     rows = read_metrics(tmp_path / "run")
     assert 0 < sum(row["reward/judge/calls"] for row in rows) <= 25

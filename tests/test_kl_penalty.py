@@ -73,9 +73,9 @@ async def test_after_a_resume_the_reference_is_still_where_the_run_started(tmp_p
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"sampling": {"temperature": 0.7}}, "set sampling.temperature to 1, top_p to 1"),
+        ({"sampling": {"temperature": 0.7}}, "sampling.temperature"),
         ({"algorithm": {"type": "grpo", "kl_penalty": 0.1, "loss_config": {"beta": 0.1}}},
-         "algorithm.loss_config.beta is a KL to the same reference; remove one"),
+         "algorithm.loss_config.beta"),
         ({"backend": {"type": "benchmarks/mock_engine.py:MockOptions"}},
          "backend has no reference log-probs"),
         ({"algorithm": {"type": "grpo", "kl_penalty": -0.1}}, "algorithm.kl_penalty"),

@@ -150,7 +150,7 @@ KNOBS: dict[str, Knob] = {
         "hermes", elsewhere="test_slots.py::test_p11_what_setup_opens_close_may_close"),
     "chat.tools.show": Knob(
         "system",
-        elsewhere="test_chat.py::test_a_system_message_shows_the_tools_and_the_tokens_extend"),
+        elsewhere="test_chat_calls.py::test_a_system_message_shows_the_tools_and_the_tokens_extend"),
     "rollout.max_turns": Knob(1, scene(turns=2)),
     "rollout.max_tokens": Knob(3,
         elsewhere="test_calls.py::"
@@ -228,6 +228,8 @@ PIPE = {
     *("rewards.0.type", "rewards.0.name", "algorithm.type"),
     *("rollout.max_turns", "rollout.slots", "rollout.setup_concurrency"),
     *("rollout.reward_concurrency",),
+    *("staleness.target", "staleness.max", "algorithm.group_size", "train.order"),
+    *("train.total_train_steps", "train.groups_per_step"),
     *("train.shuffle", "train.no_signal", "train.max_refill", "train.stop_after_flat_steps"),
     *("train.max_failed_groups", "eval.prompts.type", "eval.every", "eval.samples"),
     *("eval.pass_threshold", "deadlines.setup", "deadlines.reset", "deadlines.step"),
@@ -466,7 +468,7 @@ def test_every_key_of_trls_losses_reaches_its_arguments(loss, key):
     plain, changed = plan_loss(loss, {}, 3), {key: TRL_VALUES[key]}
     if (loss, key) == ("luspo", "importance_sampling_level"):  # it has one value there
         changed = {key: "token"}
-        with pytest.raises(ConfigError, match="luspo always uses the sequence's ratio"):
+        with pytest.raises(ConfigError, match="luspo"):
             plan_loss(loss, changed, 3)
     else:
         assert plan_loss(loss, changed, 3).args != plain.args
@@ -496,7 +498,7 @@ async def test_a_new_row_of_the_table_trains_on_every_backend(monkeypatch, tmp_p
         folder = tmp_path / backend
         metrics = await trained(backend, "quadratic", {"scale": 0.5}, folder)
         first[backend], second[backend] = metrics[0]["loss"], metrics[1]["loss"]
-        with pytest.raises(ConfigError, match="has no such key"):
+        with pytest.raises(ConfigError, match="scales"):
             await trained(backend, "quadratic", {"scales": 0.5}, folder)
     assert first == dict.fromkeys(OPTIONS, pytest.approx(first["trl"], rel=1e-4))
     assert all(second[backend] < first[backend] for backend in OPTIONS)
@@ -598,7 +600,7 @@ def test_a_shaped_distribution_under_an_importance_weighted_loss_is_warned_of(
 def test_unclipped_importance_sampling_on_old_samples_is_refused_unless_forced(backend):
     algorithm: dict[str, Any] = {"loss": "importance_sampling"}
     old = {"backend": BACKENDS[backend], "staleness": {"target": 2}, "algorithm": algorithm}
-    with pytest.raises(ConfigError, match="use the loss ppo or cispo"):
+    with pytest.raises(ConfigError, match="ppo or cispo"):
         assemble(parse_config(merged(BASE, old), HERE))
     algorithm["loss_config"] = {"force": True}
     assert assemble(parse_config(merged(BASE, old), HERE)).loss_config == {}

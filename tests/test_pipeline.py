@@ -54,7 +54,7 @@ async def test_work_starts_only_as_far_ahead_as_staleness_admits(tmp_path):
         most = 0
 
         def on_step_begin(self, trainer, step):
-            self.most = max(self.most, len(trainer.ledger.open))
+            self.most = max(self.most, len(trainer.desk.ledger.open))
 
     watch = Watch()
     config = mock_config(

@@ -143,4 +143,4 @@ async def test_calls_that_the_template_would_leave_out_fail_their_row():
     prompt = row([user("2+3=")], [CALLS], tools=[CALC])
     [trajectory] = await played(chat_of("chatml"), prompt)
     assert trajectory.outcome == "invalid"
-    assert "ignores tool_calls" in trajectory.info["error"]
+    assert "tool_calls" in trajectory.info["error"]

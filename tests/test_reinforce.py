@@ -42,7 +42,7 @@ def test_a_flat_batch_has_advantages_of_exactly_zero(scale, rewards):
 
 
 def test_a_reward_that_is_not_finite_is_an_error_that_names_it():
-    with pytest.raises(ValueError, match=r"trajectory 1 of group 2\.7\.0"):
+    with pytest.raises(ValueError, match=r"1.*2\.7\.0"):
         Reinforce().advantages([group(0.0), group(1.0, math.nan, ticket="2.7.0")])
 
 

@@ -39,13 +39,13 @@ REMOTE = ("tinker", "weaver")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_one_file_learns_on_every_backend(backend, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    rate, steps = (3.0e-3, 45) if backend == "trl" else (5.0e-3, 36)  # all weights; LoRA
+    rate, steps = (3.0e-3, 36) if backend == "trl" else (5.0e-3, 28)  # all weights; LoRA
     section = f"backend={{type: {backend}, learning_rate: {rate}}}"
     more = (f"train.total_train_steps={steps}", "--run-dir", "run")
     assert main([str(CONFIGS / "quickstart.yaml"), section, *more]) == 0
     rewards = [row["reward/mean"] for row in read_metrics(tmp_path / "run")]
     tenth = rewards[-len(rewards) // 10 :]
-    assert sum(tenth) / len(tenth) > 0.3  # from 0.01; 0.5 to 0.6, two seeds
+    assert sum(tenth) / len(tenth) > 0.15  # from 0.01; 0.25 to 0.35
 
 
 @pytest.mark.parametrize("backend", REMOTE)
@@ -115,7 +115,7 @@ def listed(url: str) -> list[str]:
     return sorted(one.partition("/")[2] for one in ids if one.startswith("weights/"))
 
 
-EXAMPLES = ("train.order=in_order", "train.groups_per_step=8", "train.total_train_steps=12")
+EXAMPLES = ("train.order=in_order", "train.groups_per_step=2", "train.total_train_steps=6")
 """No sampling takes part in training on demonstrations: equal steps give equal weights."""
 
 
@@ -159,7 +159,7 @@ async def test_runs_outlive_the_kill_of_their_service_and_train_nothing_twice(tm
     assert set(steps_and_weights(killed)) == set(steps_and_weights(clean))
     for backend in REMOTE:
         events = surviving(read_events(killed / backend))
-        assert [e["step"] for e in events if e["event"] == "update"] == list(range(1, 13))
+        assert [e["step"] for e in events if e["event"] == "update"] == list(range(1, 7))
 
 
 class Waits(Callback):
@@ -174,10 +174,10 @@ class Waits(Callback):
 
 
 def demonstrations(backend: str, url: str, folder: Path) -> RunConfig:
-    section = f"backend={{type: {backend}, url: '{url}', learning_rate: 2.0e-3}}"
+    section = f"backend={{type: {backend}, url: '{url}', learning_rate: 2.0e-3, assume_sum: true}}"
     where = f"run_dir={folder / backend}"
     return load_config(
-        CONFIGS / "sft_tinker.yaml", [section, "checkpoint.every=4", *EXAMPLES, where]
+        CONFIGS / "sft_tinker.yaml", [section, "checkpoint.every=2", *EXAMPLES, where]
     )
 
 

@@ -142,7 +142,7 @@ async def test_by_default_the_time_ends_the_attempts_but_a_reply_in_another_form
             assert await remote.send(Call("GET", "x"), body) == 1
     answer, seen = scripted(httpx.Response(200, json={"hello": 1}))
     async with transport(answer, policy=patient, vendor=TINKER) as remote:
-        with pytest.raises(RemoteError, match=r"no 'id'; is this a Tinker server\?") as raised:
+        with pytest.raises(RemoteError, match="'id'") as raised:
             await remote.send(Call("GET", "x"), lambda reply: json.loads(reply.content)["id"])
     assert (raised.value.code, len(seen)) == ("malformed", 3)
 

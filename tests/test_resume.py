@@ -99,7 +99,7 @@ async def test_p1_no_prompt_is_lost_or_trained_twice_when_a_run_dies_and_is_resu
     config = config_in(tmp_path, staleness={"target": 1, "max": 2})
     adapter = Dies(MockOptions(), config)
     adapter.fatal = fatal
-    with pytest.raises(BaseException, match=r"Crash|unhandled errors"):
+    with pytest.raises(BaseException, match=r"Crash|unhandled"):
         await train(config, parts=parts_with(config, adapter))
     result = await train(config, resume=True)
     assert result.total_steps == STEPS
@@ -294,7 +294,7 @@ async def test_a_checkpoint_that_fails_leaves_the_one_before_it(tmp_path):
             return await super().save(folder)
 
     config = config_in(tmp_path)
-    with pytest.raises(CheckpointError, match=r"can't write the checkpoint .*step_6: .*No space"):
+    with pytest.raises(CheckpointError, match=r"step_6: .*No space"):
         await train(config, parts=parts_with(config, Full(MockOptions(), config)))
     checkpoints = Checkpoints(tmp_path / "checkpoints")
     assert checkpoints.steps() == [3]
@@ -305,9 +305,9 @@ async def test_a_checkpoint_that_fails_leaves_the_one_before_it(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"algorithm": {"group_size": 2}}, r"algorithm\.group_size: was 4, is 2\. Undo"),
-        ({"model": "other"}, "model: was 'tiny', is 'other'"),
-        ({"train": {"groups_per_step": 2}}, r"train\.groups_per_step: was 4, is 2"),
+        ({"algorithm": {"group_size": 2}}, r"algorithm\.group_size: was 4.*2\."),
+        ({"model": "other"}, "model: was 'tiny'.*'other'"),
+        ({"train": {"groups_per_step": 2}}, r"train\.groups_per_step: was 4.*2"),
     ],
 )
 async def test_another_model_or_algorithm_is_refused_on_resume(tmp_path, change, message):
@@ -460,7 +460,7 @@ async def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again(tm
     config = config_in(tmp_path)
     adapter = Dies(MockOptions(), config)
     adapter.fatal = 3  # in step 2
-    with pytest.raises(BaseException, match=r"Crash|unhandled errors"):
+    with pytest.raises(BaseException, match=r"Crash|unhandled"):
         await train(config, parts=parts_with(config, adapter))
     out = io.StringIO()
     result = await train(config, callbacks=[Console(out)], resume=True)

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from benchmarks.mock_engine import mock_config
-from retrain.concurrency import children
+from retrain.concurrency.children import Child
 from retrain.config import DeadlinesConfig, RewardConfig
 from retrain.config.plugins import named
 from retrain.errors import ConfigError, RunError
@@ -126,16 +126,16 @@ def of(folder, *sections, **seconds) -> Scorer:
 @asynccontextmanager
 async def spied(monkeypatch):
     """The processes that are started; none may be left."""
-    started, start = [], children.start
+    started, start = [], Child.start
 
     async def noted(*args, **keys):
         started.append(await start(*args, **keys))
         return started[-1]
 
-    monkeypatch.setattr(children, "start", noted)
+    monkeypatch.setattr(Child, "start", noted)
     yield started
     assert started
-    assert all(process.returncode is not None for process in started)
+    assert all(process.exit_code is not None for process in started)
 
 
 async def test_every_kind_of_reward_runs_in_workers(folder, monkeypatch):
@@ -184,8 +184,8 @@ async def test_a_worker_that_dies_costs_one_rollout(folder, monkeypatch, name):
     }
     assert errors == {
         "fine": ("ok", ""),
-        "segv": ("infra_error", ": its worker process was killed by SIGSEGV at faults.py:11"),
-        "exit": ("infra_error", ": its worker process exited with status 7"),
+        "segv": ("infra_error", ": its worker process ended with SIGSEGV at faults.py:11"),
+        "exit": ("infra_error", ": its worker process ended with exit code 7"),
         "held": (
             "timeout",
             f" took longer than deadlines.reward = 1.0 s at faults.py:15; {KILLED}",
@@ -195,7 +195,7 @@ async def test_a_worker_that_dies_costs_one_rollout(folder, monkeypatch, name):
             "infra_error",
             f" returned None, expected a finite number. {EXCLUDE}",
         ),
-        "fork": ("infra_error", ": its worker process exited with status 0"),
+        "fork": ("infra_error", ": its worker process ended with exit code 0"),
         "down": (
             "infra_error",
             " raised ConnectionRefusedError: the judge is down (faults.py:19)",
@@ -236,7 +236,7 @@ async def test_what_cannot_be_sent_costs_its_rollout_only(folder, monkeypatch):
         ),
         (
             "import os, sys\nif 'retrain.rewarding.worker' in sys.modules:\n    os._exit(3)\n",
-            r"reward 'score': its worker process exited with status 3",
+            r"reward 'score': its worker process ended with exit code 3",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""The run directory: what it holds after a run, a kill, a full disk and a resume."""
+"""The run directory: its files, its lock, its configuration, and what a resume voids."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import types
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,6 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from hypothesis import given
-from hypothesis import strategies as st
 
 from benchmarks.mock_engine import mock_config
 from retrain.algorithms.grpo import GRPO
@@ -30,17 +27,12 @@ from retrain.concurrency.locks import in_use
 from retrain.config import RunConfig
 from retrain.environment import Action, Environment, StepResult
 from retrain.errors import MAX_TEXT, ConfigError, RunError
-from retrain.observe import journal, rollout_lines, voided
+from retrain.observe import rollout_lines
 from retrain.observe.causes import Causes
 from retrain.observe.console import Console
-from retrain.observe.journal import Journal, encode, read_lines, repair
+from retrain.observe.journal import encode, read_lines
 from retrain.observe.rollout_lines import encoded, hash_of, with_fate
-from retrain.observe.run_dir import (
-    RunDirectory,
-    read_events,
-    read_metrics,
-    surviving,
-)
+from retrain.observe.run_dir import RunDirectory, read_events, read_metrics, surviving
 from retrain.observe.voided import cut
 from retrain.pipeline import train
 from retrain.pipeline.meter import Meter
@@ -92,10 +84,7 @@ def test_a_run_directory_holds_what_was_written(tmp_path: Path) -> None:
         "step": 3,
         "prompt": {"tokens": 2, "hash": hash_of([1, 2])},
         "tools": ["search"],
-        "messages": [
-            {"role": "user", "content": "2+2"},
-            {"role": "assistant", "content": "4!"},
-        ],
+        "messages": [{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4!"}],
         "rewards": {"exact": 0.5},
         "reward": 0.25,
         "outcome": "ok",
@@ -275,22 +264,9 @@ def test_no_secret_reaches_the_configuration_on_disk(tmp_path: Path) -> None:
     assert "</s>" in text
 
 
-def test_a_directory_with_a_run_is_refused_without_resume(tmp_path: Path) -> None:
-    RunDirectory.open(tmp_path, config()).close()
-    with pytest.raises(ConfigError, match=r"already has a run.*--resume.*--run-dir"):
-        RunDirectory.open(tmp_path, config())
-    assert not in_use(tmp_path)
-
-
-def test_there_must_be_a_run_to_resume(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no run to resume in .*drop --resume"):
-        RunDirectory.open(tmp_path / "nothing", config(), resume=True)
-    assert not (tmp_path / "nothing").exists()
-
-
 def test_a_directory_that_cannot_be_written_is_a_clear_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"can't write the run directory .*file.*--run-dir"):
+    with pytest.raises(ConfigError, match=r"file.*--run-dir"):
         RunDirectory.open(tmp_path / "file" / "run", config())
 
 
@@ -356,7 +332,7 @@ def test_a_run_whose_files_are_deleted_fails(tmp_path: Path, name: str) -> None:
     run_dir = RunDirectory.open(tmp_path / "run", config())
     gone = tmp_path / "run" / name
     gone.unlink() if name else shutil.rmtree(gone)
-    with pytest.raises(RunError, match=f"{gone} was deleted during the run.*Start a new run"):
+    with pytest.raises(RunError, match=f"{gone} was deleted"):
         run_dir.metrics({"step": 1})
     run_dir.close()
 
@@ -416,14 +392,6 @@ VOIDED = {
         "update:1 snapshot:1 resumed:1",
     ),
     "everything, by a resume from the beginning": ("issued:a update:1 resumed:0", "resumed:0"),
-    "without a snapshot, what came after the checkpoint event": (
-        "update:1 checkpoint:1 issued:b resumed:1",
-        "update:1 checkpoint:1 resumed:1",
-    ),
-    "without either, what came from the first later step on": (
-        "update:1 batch:2 update:2 resumed:1",
-        "update:1 resumed:1",
-    ),
 }
 
 
@@ -458,14 +426,14 @@ def test_voided_lines_are_moved_and_none_is_lost(tmp_path: Path) -> None:
     )
 
 
-def test_a_kill_while_voided_lines_are_moved_leaves_one_copy(tmp_path: Path, monkeypatch) -> None:
+def test_a_kill_while_voided_lines_are_moved_loses_none(tmp_path: Path, monkeypatch) -> None:
     file = tmp_path / "metrics.jsonl"
     file.write_text('{"step":1}\n{"step":2}\n')
 
     def killed(*_: object) -> None:
         raise KeyboardInterrupt
 
-    for point in ((shutil, "copyfileobj"), (Path, "rename"), (voided, "_truncate")):
+    for point in ((shutil, "copyfileobj"), (Path, "rename"), (os, "truncate")):
         with monkeypatch.context() as patched:
             patched.setattr(*point, killed)
             with pytest.raises(KeyboardInterrupt):
@@ -473,9 +441,7 @@ def test_a_kill_while_voided_lines_are_moved_leaves_one_copy(tmp_path: Path, mon
         assert file.read_text() == '{"step":1}\n{"step":2}\n'
     cut(file, 11)
     assert file.read_text() == '{"step":1}\n'
-    assert {p.name: p.read_text() for p in (tmp_path / "voided").iterdir()} == {
-        "metrics.1.jsonl": '{"step":2}\n'
-    }
+    assert {p.read_text() for p in (tmp_path / "voided").glob("*.jsonl")} == {'{"step":2}\n'}
 
 
 def test_a_cut_keeps_whole_lines_when_a_user_removed_one(tmp_path: Path) -> None:
@@ -486,129 +452,6 @@ def test_a_cut_keeps_whole_lines_when_a_user_removed_one(tmp_path: Path) -> None
 
 
 # the journal
-
-
-def test_numbers_that_json_lacks_become_null_and_are_named() -> None:
-    line = json.loads(encode({"loss": math.nan, "rewards": {"a": math.inf, "b": 1.0}}))
-    assert line == {
-        "loss": None,
-        "rewards": {"a": None, "b": 1.0},
-        "nonfinite": {"loss": "nan", "rewards.a": "inf"},
-    }
-
-
-class Unprintable:
-    def __repr__(self) -> str:
-        raise RuntimeError("no")
-
-
-def test_values_that_json_lacks_are_written_all_the_same() -> None:
-    cyclic: list[Any] = []
-    cyclic.append(cyclic)
-    line = json.loads(
-        encode(
-            {
-                "bytes": b"x",
-                "path": Path("a/b"),
-                "mapping": types.MappingProxyType({"k": 1}),
-                "keys": {(1, 2): 3, 4: 5},
-                "bad": Unprintable(),
-                "cyclic": cyclic,
-                "set": {1},
-            }
-        )
-    )
-    assert line["bytes"] == "b'x'"
-    assert line["path"] == "a/b"
-    assert line["mapping"] == {"k": 1}
-    assert line["keys"] == {"(1, 2)": 3, "4": 5}
-    assert line["bad"] == "<Unprintable: its repr raised RuntimeError>"
-    assert line["set"] == "{1}"
-    assert "cyclic" in line
-
-
-def test_numpy_numbers_are_numbers() -> None:
-    numpy = pytest.importorskip("numpy")
-    line = json.loads(encode({"a": numpy.float32(0.5), "b": numpy.int64(3), "c": numpy.float64(2)}))
-    assert line == {"a": 0.5, "b": 3, "c": 2.0}
-
-
-def test_a_lone_surrogate_and_odd_line_ends_stay_one_line(tmp_path: Path) -> None:
-    text = "\udc80 \u2028 \x85 \r\n é 漢"
-    with_journal(tmp_path / "x.jsonl", {"text": text})
-    assert list(read_lines(tmp_path / "x.jsonl")) == [{"text": text}]
-    (tmp_path / "x.jsonl").read_bytes().decode("utf-8")
-
-
-json_like = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
-    max_leaves=8,
-)
-
-
-@given(st.dictionaries(st.text(), json_like, max_size=4))
-def test_every_line_is_one_line_of_valid_json(line: dict[str, Any]) -> None:
-    text = encode(line)
-    assert b"\n" not in text
-    json.loads(text, parse_constant=pytest.fail)
-
-
-def test_a_line_that_is_torn_is_passed_over(tmp_path: Path) -> None:
-    path = tmp_path / "x.jsonl"
-    path.write_bytes(b'{"a":1}\n{"a":')
-    assert list(read_lines(path)) == [{"a": 1}]
-
-
-def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "x.jsonl"
-    path.write_bytes(b'{"a":1}\n\0\0\n{"a":2}\n')
-    with pytest.raises(RunError, match=r"x\.jsonl, line 2"):
-        list(read_lines(path))
-
-
-@pytest.mark.parametrize(
-    ("content", "left"),
-    [
-        (b"", b""),
-        (b"torn", b""),
-        (b"whole\n", b"whole\n"),
-        (b"whole\ntorn", b"whole\n"),
-        (b"whole\n" + b"x" * 200_000, b"whole\n"),
-    ],
-)
-def test_repair_cuts_after_the_last_whole_line(tmp_path: Path, content: bytes, left: bytes) -> None:
-    path = tmp_path / "x.jsonl"
-    path.write_bytes(content)
-    assert repair(path) == len(content) - len(left)
-    assert path.read_bytes() == left
-
-
-def test_many_lines_go_out_without_a_flush(tmp_path: Path) -> None:
-    lines = Journal(tmp_path / "x.jsonl")
-    for number in range(journal.CHUNK_LINES):
-        lines.write(encode({"n": number}))
-    assert len(list(read_lines(tmp_path / "x.jsonl"))) == journal.CHUNK_LINES
-    lines.close()
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the kernel has no always-full device")
-def test_a_full_disk_is_an_error_that_names_the_file(tmp_path: Path) -> None:
-    full = tmp_path / "events.jsonl"
-    full.symlink_to("/dev/full")
-    lines = Journal(full)
-    lines.write(encode({"n": 1}))
-    with pytest.raises(RunError, match=r"can't write .*events\.jsonl: No space left"):
-        lines.flush()
-    with pytest.raises(RunError, match="No space left"):
-        lines.close()
-    lines.close()
-
-
-def with_journal(path: Path, line: dict[str, Any]) -> None:
-    lines = Journal(path)
-    lines.write(encode(line))
-    lines.close()
 
 
 def test_a_row_with_any_values_is_written_and_not_consumed() -> None:

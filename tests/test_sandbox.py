@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from retrain import ConfigError
-from retrain.concurrency import children
+from retrain.concurrency.children import Child
 from retrain.sandbox import (
     Sandbox,
     SandboxChoice,
@@ -290,10 +290,11 @@ def usage():
     return 1, 60 << 10
 jail._usage = usage
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
-read, write = os.pipe()
-jail.ending(program, {"memory": 100, "processes": 1}, write)
-job = server.Job.__new__(server.Job)
-job.id, job.started, job.limit, job.exit_code = 0, 0, "", jail.KILLED
+read, write = (os.dup2(end, 10 + end) for end in os.pipe())
+os.dup2(write, jail.STATUS)
+jail.ending(program, {"memory": 100, "processes": 1})
+job = server.Program.__new__(server.Program)
+job.started, job.limit, job.exit_code = 0, "", -9
 job.outputs = {"stdout": b"", "stderr": b"", "status": os.read(read, 99)}
 assert job.reply()["code"] == -9 and "error" not in job.reply()
 """
@@ -310,7 +311,7 @@ from retrain.sandbox import jail
 if (program := os.fork()) == 0:
     signal.pause()
 resource.setrlimit(resource.RLIMIT_NOFILE, (0, 0))
-assert jail.ending(program, {}, 1) == {"code": -9}
+assert jail.ending(program, {}) == {"code": -9}
 os.kill(program, 9)
 """
 
@@ -326,9 +327,8 @@ async def test_a_server_that_dies_fails_its_programs_and_is_replaced(sandbox: Lo
         sandbox.run(["python", "-c", "import time; time.sleep(60)", secret], {})
     )
     await until(lambda: secret in running())
-    [server] = sandbox._servers
-    assert server._process is not None
-    server._process.kill()
+    assert sandbox._server is not None
+    os.kill(sandbox._server.pid, signal.SIGKILL)
     with pytest.raises(SandboxError, match="the server of the sandboxes ended"):
         await task
     await until(lambda: secret not in running())
@@ -349,13 +349,13 @@ asyncio.run(main())
 @pytest.mark.skipif(not WORKING, reason="no namespaces here")
 async def test_a_run_that_is_killed_leaves_no_program() -> None:
     secret = secrets.token_hex(8)
-    run = await children.start([sys.executable, "-c", KILLED, WORKING[0], secret])
+    run = await Child.start([sys.executable, "-c", KILLED, WORKING[0], secret])
     try:
         await until(lambda: running().count(secret) == 3)
-        run.kill()
+        run.signal(signal.SIGKILL)
         await until(lambda: secret not in running())
     finally:
-        await children.end(run)
+        await run.end()
 
 
 FORGERIES = {
@@ -578,30 +578,18 @@ async def test_no_program_passes_tests_without_their_results(sandbox: Sandbox) -
 
 
 ADD = "def add(a, b=1):\n    return a + b\n"
-CLASS = "class Stack(list):\n    def push(self, x):\n        self.append(x)\n        return x\n"
-PUSH = "def test_push():\n    s = Stack()\n    assert s.push(1) == 1\n    assert s == [1]"
 TWICE = "def test_a():\n    x = add(1)\n    assert x == 2\n    x = add(x)\n    assert x == 3"
 CHECK = "def check(candidate):\n    assert candidate(1) == 2\n    assert candidate(2) == 2"
-RAISES = "try:\n    add(None)\n    assert False\nexcept TypeError:\n    pass"
-PLAIN = "def f(): return {1: {2, 3}, b'x': (None, 1e400, 1j)}"
 DOUBLE = "print(int(input()) * 2)"
 CASES = [
     (ADD, "assert add(1) == 2\nassert add(1, 2) == 4", (True, False)),
     (ADD, "assert add(1) == 2 and not add(-1)", (True,)),
     (ADD, "assert add('a', 'b') == 'ab', 'a message'", (True,)),
     (ADD, "assert sorted([add(2), add(1)]) == [2, 3]\nassert str(add(1)) == '2'", (True, True)),
-    (ADD, "assert {add(1): (add(2), [add(3)])} == {2: (3, [4])}", (True,)),
-    (ADD, "assert all(add(i) == i + 1 for i in range(3))", (True,)),
-    (ADD, "for i in range(3):\n    assert add(i) == i + 1", (True,)),
-    (ADD, RAISES, (True,)),
-    (ADD, "def near(a, b):\n    return abs(a - b) < 1\nassert near(add(1), 2)", (True,)),
     (ADD, "assert add(0, 10**5000) == 10**5000", (True,)),
     (ADD, CHECK, (True, False)),
     (ADD, TWICE, (True,)),
     (ADD, '["assert add(1) == 2"]', (True,)),
-    (CLASS, PUSH, (True,)),
-    (CLASS, "assert Stack([1]) == [1]\nassert isinstance(Stack(), list)", (True, True)),
-    (PLAIN, "assert f() == {1: {3, 2}, b'x': (None, float('inf'), 1j)}", (True,)),
     (DOUBLE, [{"input": "2", "output": "4\n"}, {"input": "x", "output": ""}], (True, False)),
     ("print(1); print('2 ')", {"inputs": [""], "outputs": [["1", "2"]]}, (True,)),
     ("while True: pass", [{"input": "", "output": ""}], (False,)),
@@ -719,20 +707,6 @@ async def test_a_sandbox_that_fails_leaves_no_run_behind() -> None:
     with pytest.raises(SandboxError, match="it failed"):
         await grade(failing := Failing(), "", tests)
     assert failing.ended == 3
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: SandboxChoice("nonsense"), "environment.sandbox: got 'nonsense', expected auto, "),
-        (lambda: SandboxChoice("none", processes=0), "processes: got 0, expected at least 1"),
-        (lambda: SandboxLimits.of({"ram": 1}, "x"), "x.ram: unknown; expected one of seconds, "),
-        (lambda: SandboxLimits.of({"memory": 0.5}, "x"), "x.memory: got 0.5, expected an integer"),
-    ],
-)
-def test_a_wrong_key_is_an_error(make: object, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        make()  # type: ignore[operator]
 
 
 def test_without_namespaces_nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:

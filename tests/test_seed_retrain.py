@@ -15,16 +15,12 @@ from retrain.prompts import ListPrompts
 from retrain.trainer import BaseTrainer
 from retrain.trainer.grpo.trl import GRPOTrainer, GRPOTrainerAdapter
 
+pytestmark = pytest.mark.usefixtures("own_folder")
 SMALL = {
     "sampling": {"max_tokens": 4},
     "train": {"groups_per_step": 2, "total_train_steps": 2},
     "staleness": {"target": 0},
 }
-
-
-@pytest.fixture(autouse=True)
-def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 class TwoTurns(Environment):
@@ -126,5 +122,5 @@ def test_what_is_no_part_is_refused_before_anything_loads():
     with pytest.raises(ConfigError, match="rloo"):
         GRPOTrainer("tiny", {"type": "rloo"}, prompts=["a="])
     for calculator in (3, Variety):
-        with pytest.raises(TypeError, match=r"reward_calculator: got .*, expected a RewardCalc"):
+        with pytest.raises(TypeError, match=r"reward_calculator.*RewardCalc"):
             trainer_of(reward_calculator=calculator).fit()

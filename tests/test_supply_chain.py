@@ -23,7 +23,7 @@ def test_the_licences_page_is_current() -> None:
     packages["nex-weaver"].add("remote")
     stale = page.replace("| rich | MIT |", "| rich | GPL-3.0 |")
     [proprietary, *rest] = LICENCES["problems"](stale, packages)
-    assert "nex-weaver: its licence 'Proprietary' is not allowed" in proprietary
+    assert "'Proprietary'" in proprietary
     assert [line.partition(":")[0] for line in rest] == [
         "docs/licences.md is out of date for nex-weaver",
         "docs/licences.md is out of date for rich",

@@ -150,9 +150,9 @@ def test_a_pair_with_one_row_is_refused() -> None:
 
 
 def test_unknown_losses_keys_and_lengths_are_refused() -> None:
-    with pytest.raises(ConfigError, match="unknown loss 'grpo2'"):
+    with pytest.raises(ConfigError, match="'grpo2'"):
         surrogate("grpo2", {}, [], [])
-    with pytest.raises(ConfigError, match=r"loss_config\.beta: the loss 'ppo' has no such key"):
+    with pytest.raises(ConfigError, match=r"loss_config\.beta.*'ppo'"):
         surrogate("ppo", {"beta": 1.0}, [], [])
     with pytest.raises(AdapterError, match="one per target"):
         surrogate("ppo", {}, [[-1.0, -1.0]], one(-1.0, 1.0))

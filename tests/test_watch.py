@@ -16,10 +16,10 @@ import weakref
 
 import pytest
 
-from retrain.concurrency import children
+from retrain.concurrency.children import Child
 from retrain.concurrency.leash import leash
 from retrain.concurrency.watch import Watch, debugging
-from tests.pipe_kit import played
+from tests.pipe_kit import events, played
 
 SCRIPT = """
 import asyncio, sys, time
@@ -243,11 +243,19 @@ def test_p12_a_process_that_dies_in_user_code_leaves_a_last_word(tmp_path, judge
     assert place in error
 
 
+@pytest.mark.parametrize("place", ["step", "judge"])
+def test_a_fork_that_returns_from_user_code_ends_and_the_run_goes_on(tmp_path, place):
+    forks = {"step": f"import os; os.fork(); {END}", "judge": "import os; os.fork(); return 1.0"}
+    assert play(tmp_path, **{place: forks[place]}) == (0, "")
+    ends = events(tmp_path / "run", "end")
+    assert [event["status"] for event in ends] == ["completed"]
+
+
 KILLED = """
         import os, signal
-        from retrain.concurrency import children
+        from retrain.concurrency.children import Child
         stubborn = "trap '' TERM; echo ready; while :; do sleep 60; done"
-        child = await children.start(["sh", "-c", stubborn])
+        child = await Child.start(["sh", "-c", stubborn])
         await child.stdout.readline()
         if not (forked := os.fork()):
             [os.close(fd) for fd in range(3)]
@@ -277,13 +285,13 @@ def group_exists(number):
 
 async def test_a_child_that_ignores_its_end_is_killed_with_its_own_children():
     stubborn = "trap '' TERM; sleep 60 & echo ready; wait; wait"
-    child = await children.start(["sh", "-c", stubborn], env={"PATH": os.environ["PATH"]})
+    child = await Child.start(["sh", "-c", stubborn], env={"PATH": os.environ["PATH"]})
     assert await child.stdout.readline() == b"ready\n"
-    assert await children.end(child, grace=0.1) == -signal.SIGKILL
-    assert await children.end(child) == -signal.SIGKILL
+    assert await child.end(grace=0.1) == -signal.SIGKILL
+    assert await child.end() == -signal.SIGKILL
     assert await child.stdout.read() == b""  # of the grandchild too
-    willing = await children.start(["cat"])
-    assert await children.end(willing) == -signal.SIGTERM
+    willing = await Child.start(["cat"])
+    assert await willing.end() == -signal.SIGTERM
 
 
 def test_a_watcher_that_was_killed_is_replaced(tmp_path):

@@ -350,9 +350,7 @@ async def test_an_operation_that_never_ends_meets_its_deadline(fake: FakeWeaver,
     fake.pending_looks = 10**9
     async with client(url, deadline=0.05) as weaver:
         model = await weaver.create_model("tiny")
-        with pytest.raises(
-            RemoteError, match=r"pending after 0\.05 s: waiting for a GPU"
-        ) as caught:
+        with pytest.raises(RemoteError, match=r"0\.05.*GPU") as caught:
             await (await model.forward_backward(ROWS, "cross_entropy")).result()
         assert caught.value.code == "timeout"
 

@@ -7,7 +7,7 @@ that `--dry-run` and the checks at the start load no model code.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -60,6 +60,12 @@ class Forecast:
     text: str
     warning: str = ""
     """Empty if there is enough."""
+
+    def lines(self) -> Iterator[str]:
+        """What to print."""
+        yield self.text
+        if self.warning:
+            yield f"warning: {self.warning}"
 
 
 class Adapter(ABC):

@@ -31,13 +31,10 @@ class Algorithm(ABC):
     compares: Literal["group", "batch"] = "group"
     """`group`: it learns nothing from a group whose rollouts have equal rewards. `batch`: it does,
     because its baseline is the batch's, or the credit is that of turns."""
+    loss_config: Mapping[str, Any] = {}
+    """The keys of the loss that the algorithm sets itself."""
     max_length: int | None = None
     """Rows with more tokens are dropped and counted; None: the model's context is the limit."""
-
-    @property
-    def loss_config(self) -> Mapping[str, Any]:  # the loss's own keys
-        """The keys of the loss that the algorithm sets itself."""
-        return {}
 
     def rows(self, prompts: PromptSource) -> PromptSource:
         """The rows in the form that it trains on; idempotent.

@@ -14,8 +14,8 @@ A row has `prompt`, `chosen` and `rejected`. For a dataset with scores of single
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import ClassVar
 
 from retrain.algorithms.base import Algorithm, Source
 from retrain.prompts import PromptSource
@@ -40,13 +40,9 @@ class DPO(Algorithm):
     ) -> None:
         if not (math.isfinite(beta) and beta > 0):
             raise ValueError(f"beta: got {beta}, expected a number > 0")
-        self.beta = beta
+        self.loss_config = {"beta": beta}
         self.pair_by = pair_by
         self.max_length = max_length
-
-    @property
-    def loss_config(self) -> Mapping[str, Any]:  # the loss's own keys
-        return {"beta": self.beta}
 
     def rows(self, prompts: PromptSource) -> PromptSource:
         return Pairs.of(prompts, self.pair_by)

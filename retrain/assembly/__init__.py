@@ -1,9 +1,8 @@
 """From a RunConfig to the checked parts of a run, before any model loads."""
 
 from retrain.assembly.build import assemble
-from retrain.assembly.kinds import KINDS, maker, target_of
 from retrain.assembly.learner import Learner
-from retrain.assembly.parts import Given, Parts, adapter_of
+from retrain.assembly.parts import KINDS, Given, Parts, adapter_of, maker, target_of
 from retrain.assembly.sections import chat_template, tool_format
 
 __all__ = [

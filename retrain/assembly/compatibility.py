@@ -6,15 +6,15 @@ Pure functions of the config and of what the parts declare about themselves.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from retrain.adapters.base import AdapterOptions, Capabilities
 from retrain.algorithms.base import Algorithm
-from retrain.assembly.defaults import normalisation_of
 from retrain.config import RunConfig, SamplingConfig
 from retrain.environment import Environment
 from retrain.errors import ConfigError, nearest, shown
-from retrain.losses import Normalisation, row_of
+from retrain.losses import Loss, row_of
 
 SHAPING = frozenset({"temperature", "top_p", "top_k"})
 """The sampling settings that change the distribution, unless they have their default."""
@@ -22,39 +22,43 @@ ROWS = {"demonstrations": 1, "pairs": 2}
 """What an algorithm learns from other than rollouts, and the number of answers per row."""
 
 
-def check_compatible(
-    algorithm: Algorithm,
-    options: AdapterOptions,
-    config: RunConfig,
-    environment: type[Environment],
-) -> tuple[str, Normalisation | None, Capabilities]:
-    """The loss, its normalisation and the backend's capabilities.
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """What is compared: the config, its algorithm and loss, and what the backend supports."""
 
-    Raises ConfigError with all problems.
-    """
-    capabilities = options.capabilities()
-    loss = config.algorithm.loss or algorithm.loss
+    config: RunConfig
+    algorithm: Algorithm
+    loss: str
+    row: Loss
+    capabilities: Capabilities
+
+    @classmethod
+    def of(cls, config: RunConfig, algorithm: Algorithm, options: AdapterOptions) -> Fit:
+        loss = config.algorithm.loss or algorithm.loss
+        return cls(config, algorithm, loss, row_of(loss), options.capabilities())
+
+
+def check_compatible(fit: Fit, options: AdapterOptions, environment: type[Environment]) -> None:
+    """Raises ConfigError with all problems."""
+    own = fit.algorithm.source in ROWS
     problems = [
-        *_loss(loss, config, capabilities),
-        *_backend(config, capabilities),
-        *_kl_penalty(loss, algorithm, config, capabilities),
-        *_mismatch(loss, algorithm, config, capabilities),
-        *_check_publish(algorithm, config, capabilities),
-        *_algorithm(algorithm, config),
-        *options.problems(config),
+        *_supported(fit),
+        *_loss(fit),
+        *_backend(fit.config, fit.capabilities),
+        *_kl_penalty(fit),
+        *_mismatch(fit),
+        *_check_publish(fit),
+        *_algorithm(fit.algorithm, fit.config),
+        *options.problems(fit.config),
+        *(_examples(fit) if own else _rewards(fit, environment)),
     ]
-    if algorithm.source in ROWS:
-        problems += _examples(algorithm, loss, config, capabilities)
-    else:
-        problems += _rewards(loss, config, environment)
     if problems:
         raise ConfigError(*problems)
-    return loss, normalisation_of(loss, config.algorithm.normalisation), capabilities
 
 
-def warnings_about(config: RunConfig, loss: str, capabilities: Capabilities) -> Iterator[str]:
+def warnings_about(fit: Fit) -> Iterator[str]:
     """What is allowed, but rarely intended."""
-    sampling = config.sampling
+    config, sampling = fit.config, fit.config.sampling
     yield from _short_stall(config)
     if config.prompts.held_out and (config.eval is None or config.eval.prompts.type != "held_out"):
         yield (
@@ -66,25 +70,30 @@ def warnings_about(config: RunConfig, loss: str, capabilities: Capabilities) -> 
             "sampling.temperature is 0: the rollouts of a group are equal unless the environment "
             "differs, and nothing is learned from equal rewards"
         )
-    if shaped := _shaped(sampling, capabilities) if row_of(loss).reads == "ratio" else "":
+    if fit.row.reads == "ratio":
+        yield from _wrong_ratio(fit)
+    yield from _clipped_credit(config)
+    stale = config.staleness.bound > 0 and config.algorithm.mismatch is None
+    if fit.row.reads == "rewards" and stale:
         yield (
-            f"sampling with {shaped}: {loss} weighs tokens by the ratio of the "
+            f"algorithm.loss: {fit.loss} has no ratio, so samples of older weights are trained as "
+            "if they were fresh; set staleness.target to 0, or set algorithm.mismatch"
+        )
+
+
+def _wrong_ratio(fit: Fit) -> Iterator[str]:
+    """What keeps the ratio of the trainer's probability to the sampler's from being 1."""
+    if shaped := _shaped(fit.config.sampling, fit.capabilities):
+        yield (
+            f"sampling with {shaped}: {fit.loss} weighs tokens by the ratio of the "
             "trainer's probability to the sampler's. This backend's trainer does not apply these "
             "settings, so the ratio is not 1 even for fresh samples; watch kl/sampler_trainer"
         )
-    yield from _clipped_credit(config)
-    own = sorted(SHAPING.intersection(config.endpoint.honour))
-    if own and row_of(loss).reads == "ratio":
+    if own := sorted(SHAPING.intersection(fit.config.endpoint.honour)):
         yield (
             f"endpoint.honour: with an agent's own {', '.join(own)}, the ratio of the trainer's "
-            f"probability to the sampler's, by which {loss} weighs tokens, is not 1 even for fresh "
-            "samples; watch kl/sampler_trainer"
-        )
-    stale = config.staleness.bound > 0 and config.algorithm.mismatch is None
-    if row_of(loss).reads == "rewards" and stale:
-        yield (
-            f"algorithm.loss: {loss} has no ratio, so samples of older weights are trained as if "
-            "they were fresh; set staleness.target to 0, or set algorithm.mismatch"
+            f"probability to the sampler's, by which {fit.loss} weighs tokens, is not 1 even for "
+            "fresh samples; watch kl/sampler_trainer"
         )
 
 
@@ -132,9 +141,10 @@ def _changed(sampling: SamplingConfig) -> dict[str, Any]:
     return {name: v for name, v in sampling if v != SamplingConfig.model_fields[name].default}
 
 
-def _loss(loss: str, config: RunConfig, capabilities: Capabilities) -> Iterator[str]:
-    """Whether the backend has the loss, and the loss can do what `algorithm` asks for."""
-    able, row, settings = sorted(capabilities.losses), row_of(loss), config.algorithm
+def _supported(fit: Fit) -> Iterator[str]:
+    """Whether the backend has the loss."""
+    loss, row, config, capabilities = fit.loss, fit.row, fit.config, fit.capabilities
+    able = sorted(capabilities.losses)
     where = f"algorithm.loss: the {config.backend.type} backend"
     if ":" in loss and not (loss in able or capabilities.custom_losses):
         yield f"{where} does not support custom losses; it supports {', '.join(able)}"
@@ -143,6 +153,11 @@ def _loss(loss: str, config: RunConfig, capabilities: Capabilities) -> Iterator[
         if row.shared and row.shared[0] in able:
             hint = f"; {row.shared[0]} with normalisation: {row.shared[1]} is the same"
         yield f"{where} does not support the loss {loss!r}{hint} (it supports {', '.join(able)})"
+
+
+def _loss(fit: Fit) -> Iterator[str]:
+    """Whether the loss can do what `algorithm` asks for."""
+    loss, row, config, settings = fit.loss, fit.row, fit.config, fit.config.algorithm
     wanted, force = settings.normalisation, settings.loss_config.get("force", False)
     if wanted is not None and row.normalises_itself:
         yield (
@@ -184,19 +199,17 @@ def _backend(config: RunConfig, capabilities: Capabilities) -> Iterator[str]:
         )
 
 
-def _kl_penalty(
-    loss: str, algorithm: Algorithm, config: RunConfig, capabilities: Capabilities
-) -> Iterator[str]:
+def _kl_penalty(fit: Fit) -> Iterator[str]:
     """The penalty compares unshaped log-probs: the sampler's and the reference's."""
-    settings = config.algorithm
+    config, settings = fit.config, fit.config.algorithm
     if not settings.kl_penalty:
         return
     where = f"algorithm.kl_penalty: got {settings.kl_penalty}, but"
-    if algorithm.source in ROWS:
+    if fit.algorithm.source in ROWS:
         yield f"{where} {settings.type} samples no tokens to penalise; remove it"
-    if not capabilities.scores:
+    if not fit.capabilities.scores:
         yield f"{where} the {config.backend.type} backend has no reference log-probs; remove it"
-    if settings.loss_config.get("beta") and row_of(loss).formula is None:
+    if settings.loss_config.get("beta") and fit.row.formula is None:
         yield f"{where} algorithm.loss_config.beta is a KL to the same reference; remove one"
     if _changed(config.sampling).keys() & SHAPING:
         yield (
@@ -205,19 +218,18 @@ def _kl_penalty(
         )
 
 
-def _mismatch(
-    loss: str, algorithm: Algorithm, config: RunConfig, capabilities: Capabilities
-) -> Iterator[str]:
+def _mismatch(fit: Fit) -> Iterator[str]:
     """What would be corrected twice, or not as `algorithm.mismatch` says."""
+    loss, row, config, capabilities = fit.loss, fit.row, fit.config, fit.capabilities
     settings, where = config.algorithm, "algorithm.mismatch:"
     if settings.mismatch is None:
         return
-    if algorithm.source in ROWS:
+    if fit.algorithm.source in ROWS:
         yield f"{where} {settings.type} samples no tokens, so there is no mismatch; remove it"
         return
     if not capabilities.mismatch:
         yield f"{where} the {config.backend.type} backend does not support it; remove it"
-    if row_of(loss).own_correction:
+    if row.own_correction:
         yield (
             f"{where} the loss {loss} corrects old samples itself, by the log-probs that mismatch "
             "replaces; use the loss ppo or importance_sampling, or remove mismatch"
@@ -226,7 +238,7 @@ def _mismatch(
         "off_policy_mask_threshold": "it corrects the same difference; remove one",
         "beta": "mismatch does not weigh this KL term; use algorithm.kl_penalty instead",
     }.items():
-        if settings.loss_config.get(key) and row_of(loss).formula is None:
+        if settings.loss_config.get(key) and row.formula is None:
             yield f"{where} got algorithm.loss_config.{key} too, but {advice}"
     level = settings.loss_config.get("importance_sampling_level")
     if settings.mismatch.level == "token" and (loss == "luspo" or level == "sequence"):
@@ -241,13 +253,13 @@ def _mismatch(
         )
 
 
-def _check_publish(
-    algorithm: Algorithm, config: RunConfig, capabilities: Capabilities
-) -> Iterator[str]:
-    where = "train.check_publish: got true, but"
-    if config.train.check_publish is True and algorithm.source in ROWS:
+def _check_publish(fit: Fit) -> Iterator[str]:
+    where, config = "train.check_publish: got true, but", fit.config
+    if config.train.check_publish is not True:
+        return
+    if fit.algorithm.source in ROWS:
         yield f"{where} {config.algorithm.type} publishes for evaluations only; remove it"
-    elif config.train.check_publish is True and capabilities.checks == "no":
+    elif fit.capabilities.checks == "no":
         yield f"{where} the {config.backend.type} backend can't score tokens; remove it"
 
 
@@ -266,10 +278,9 @@ def _algorithm(algorithm: Algorithm, config: RunConfig) -> Iterator[str]:
         )
 
 
-def _examples(
-    algorithm: Algorithm, loss: str, config: RunConfig, capabilities: Capabilities
-) -> Iterator[str]:
+def _examples(fit: Fit) -> Iterator[str]:
     """Sections without an effect when the rows of the dataset are trained."""
+    config, algorithm, loss = fit.config, fit.algorithm, fit.loss
     settings, plain = config.algorithm, RunConfig(prompts=config.prompts)
     where = f"has no effect: algorithm {settings.type} trains on {algorithm.source} of the dataset"
     if config.environment != plain.environment:
@@ -288,18 +299,19 @@ def _examples(
         yield f"algorithm.loss: got {loss!r}, but {settings.type} uses {algorithm.loss}; remove it"
     for key in sorted(algorithm.loss_config.keys() & settings.loss_config.keys()):
         yield f"algorithm.loss_config.{key}: that is algorithm.{key} here"
-    if config.eval is not None and not capabilities.scores:
+    if config.eval is not None and not fit.capabilities.scores:
         yield f"eval: the {config.backend.type} backend can't score given tokens; remove it"
 
 
-def _rewards(loss: str, config: RunConfig, environment: type[Environment]) -> Iterator[str]:
-    if row_of(loss).reads == "pairs":
+def _rewards(fit: Fit, environment: type[Environment]) -> Iterator[str]:
+    config, loss, reads = fit.config, fit.loss, fit.row.reads
+    if reads == "pairs":
         yield (
             f"algorithm.loss: {loss} compares given answers, but {config.algorithm.type} trains on "
             "rollouts; set algorithm.type to dpo"
         )
     given = environment.step is not Environment.step or environment.run is not Environment.run
-    if not config.rewards and not given and row_of(loss).reads == "ratio":
+    if not config.rewards and not given and reads == "ratio":
         yield (
             f"rewards: missing, and the step of the environment {config.environment.type} returns "
             "no reward, so nothing can be learned; return one from its step, or add e.g. "

@@ -13,12 +13,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from retrain.adapters.base import AdapterOptions
-from retrain.assembly.kinds import KINDS
+from retrain.assembly.parts import KINDS, dumped, normalisation_of
 from retrain.config.plugins import find_plugin
 from retrain.errors import ConfigError
-from retrain.jsonable import Filled, plain
-from retrain.losses import Normalisation, row_of
+from retrain.jsonable import plain
+from retrain.losses import row_of
 
 _SECTIONS = {"environment": "environment", "algorithm": "algorithm", "backend": "backend"} | {
     "prompts": "prompts", "rewards": "reward", "loggers": "logger"
@@ -44,29 +43,6 @@ def with_defaults(config: Section, base_dir: Path) -> dict[str, Any]:
     return complete
 
 
-def dumped(options: AdapterOptions) -> dict[str, Any]:
-    """All keys of a backend. A set has no order: sorted, it is always written the same."""
-    return {
-        key: sorted(value) if isinstance(value, frozenset) else value
-        for key, value in options.model_dump().items()
-    }
-
-
-def as_filled(value: Any, given: Any) -> Any:
-    """`value` with the strings of `given` that the environment filled in: files have their text."""
-    if isinstance(value, dict) and isinstance(given, Mapping):
-        return {key: as_filled(inner, given.get(key)) for key, inner in value.items()}
-    if isinstance(value, list | tuple) and isinstance(given, list) and len(value) == len(given):
-        return [as_filled(*pair) for pair in zip(value, given, strict=True)]
-    return given if isinstance(given, Filled) and value == given else value
-
-
-def normalisation_of(loss: str, given: Normalisation | None) -> Normalisation | None:
-    """What a loss is averaged over; None if it normalises itself."""
-    row = row_of(loss)
-    return None if row.normalises_itself else given or row.normalisation
-
-
 def _complete(kind: str, section: Section, base_dir: Path) -> Section:
     try:
         target = find_plugin(KINDS[kind], section["type"], kind, base_dir)
@@ -81,7 +57,7 @@ def _complete(kind: str, section: Section, base_dir: Path) -> Section:
         return section
     complete = {**_arguments(target), **section}
     if kind == "algorithm" and (loss := section.get("loss") or getattr(target, "loss", None)):
-        normalisation = normalisation_of(loss, section.get("normalisation"))
+        normalisation = normalisation_of(row_of(loss), section.get("normalisation"))
         complete |= {"loss": loss, "normalisation": normalisation}
     return complete
 

@@ -1,4 +1,4 @@
-"""The parts of a run, and those of them that may exist before it.
+"""The parts of a run, those of them that may exist before it, and how a section becomes one.
 
 Nothing here loads torch but `Parts.open_adapter`.
 """
@@ -6,28 +6,41 @@ Nothing here loads torch but `Parts.open_adapter`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from retrain.adapters.base import Adapter, AdapterOptions, Capabilities
 from retrain.algorithms.base import Algorithm
-from retrain.assembly.defaults import as_filled, dumped
 from retrain.assembly.learner import Learner
 from retrain.chat.formats.base import Format
 from retrain.concurrency.loading import uncollected
 from retrain.config import Plugin, RunConfig
+from retrain.config.binding import bind
 from retrain.config.paths import is_hub_id
-from retrain.config.plugins import Kind, find_plugin
+from retrain.config.plugins import Kind, construct, find_plugin
+from retrain.config.problems import keys_of
 from retrain.environment import Environment
 from retrain.errors import PluginError, install_command
-from retrain.losses import Normalisation, vanishes
+from retrain.jsonable import Filled
+from retrain.losses import Loss, Normalisation, vanishes
 from retrain.observe.callbacks import Callback
 from retrain.prompts import PromptSource
-from retrain.rewarding import Scorer
+from retrain.prompts.building import PROMPTS
+from retrain.rewarding import REWARD, Scorer
 from retrain.rollout.opponents import Opponent
-from retrain.types import Batch
 
 ADAPTER = Kind("adapter", Adapter)
+KINDS = {
+    "environment": Kind("environment", Environment),
+    "reward": REWARD,
+    "algorithm": Kind("algorithm", Algorithm),
+    "prompts": PROMPTS,
+    "backend": Kind("backend", AdapterOptions),
+    "logger": Kind("logger", Callback),
+}
+"""The kinds of plug-ins that a config names."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +73,8 @@ class Parts:
     """Whether the environment runs an agent, which needs the endpoint."""
     warnings: tuple[str, ...] = ()
     """What is allowed, but worth a word at the start."""
-    learner: Learner = field(default_factory=Learner)
-    """Takes part in each step; by default the adapter trains on the batch."""
+    learner: Learner | None = None
+    """Takes part in each step; without one the adapter trains on the batch."""
 
     def resolved(self) -> RunConfig:
         """The config with what the backend and the algorithm add by default."""
@@ -72,27 +85,24 @@ class Parts:
         algorithm = config.algorithm.model_copy(update=loss)
         return config.model_copy(update={"backend": backend, "algorithm": algorithm})
 
-    def is_idle(self, batch: Batch) -> bool:
-        """Whether the batch has no gradient: all its advantages are 0, and nothing else counts.
+    @property
+    def skips_flat(self) -> bool:
+        """Whether a batch has no gradient if all its advantages are 0: nothing else counts.
 
         A learner with an update of its own decides for itself, and a schedule of rewards goes by
         the version: it would stand still.
         """
-        own = type(self.learner).update is not Learner.update
+        own = self.learner is not None and type(self.learner).update is not Learner.update
         if own or self.config.algorithm.kl_penalty or self.scorer.composition.scheduled:
             return False
-        if not vanishes(self.loss, self.loss_config):
-            return False
-        return not any(any(sample.advantages) for sample in batch.samples)
+        return vanishes(self.loss, self.loss_config)
 
     def notices(self) -> Iterator[str]:
         """The warnings and the memory that the run needs, for the terminal."""
         forecast = self.options.forecast(self.config)
         yield from (f"warning: {warning}" for warning in self.warnings)
         if forecast is not None:
-            yield forecast.text
-            if forecast.warning:
-                yield f"warning: {forecast.warning}"
+            yield from forecast.lines()
 
     def loading(self) -> str:
         """The line before the model loads."""
@@ -133,7 +143,7 @@ def adapter_of(options: AdapterOptions, config: RunConfig) -> Adapter:
     """
     where = "backend.type"
     try:
-        with uncollected():
+        with uncollected() if options.needs() else nullcontext():
             found = find_plugin(ADAPTER, options.adapter, where, config.base_dir)
     except PluginError as error:
         missing = error.__cause__
@@ -146,3 +156,49 @@ def adapter_of(options: AdapterOptions, config: RunConfig) -> Adapter:
         ) from error
     adapter: Adapter = found(options, config)
     return adapter
+
+
+def target_of(kind: str, plugin: Plugin, where: str, config: RunConfig) -> Any:
+    """The class or function that a section names."""
+    return find_plugin(KINDS[kind], plugin.type, f"{where}.type", config.base_dir)
+
+
+def maker(kind: str, plugin: Plugin, where: str, config: RunConfig) -> partial[Any]:
+    """A section's class with its keys, checked and bound."""
+    target = target_of(kind, plugin, where, config)
+    keys = bind(
+        target,
+        plugin.arguments,
+        where,
+        given={"base_dir": config.base_dir},
+        beside=type(plugin).model_fields,
+        known=keys_of(RunConfig),
+    )
+    return partial(target, **keys)
+
+
+def make(kind: str, plugin: Plugin, where: str, config: RunConfig) -> Any:
+    """One instance of a section's class. Raises ConfigError."""
+    return construct(where, maker(kind, plugin, where, config))
+
+
+def dumped(options: AdapterOptions) -> dict[str, Any]:
+    """All keys of a backend. A set has no order: sorted, it is always written the same."""
+    return {
+        key: sorted(value) if isinstance(value, frozenset) else value
+        for key, value in options.model_dump().items()
+    }
+
+
+def as_filled(value: Any, given: Any) -> Any:
+    """`value` with the strings of `given` that the environment filled in: files have their text."""
+    if isinstance(value, dict) and isinstance(given, Mapping):
+        return {key: as_filled(inner, given.get(key)) for key, inner in value.items()}
+    if isinstance(value, list | tuple) and isinstance(given, list) and len(value) == len(given):
+        return [as_filled(*pair) for pair in zip(value, given, strict=True)]
+    return given if isinstance(given, Filled) and value == given else value
+
+
+def normalisation_of(row: Loss, given: Normalisation | None) -> Normalisation | None:
+    """What a loss is averaged over; None if it normalises itself."""
+    return None if row.normalises_itself else given or row.normalisation

@@ -5,12 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from retrain.environment import Environment
 from retrain.errors import PromptError
 from retrain.prompts import PromptSource
 from retrain.prompts.preparing import named
-from retrain.rewarding import RewardCalculator, Scorer
-from retrain.rewarding.processes import ProcessReward
 from retrain.types import Row
 
 MOST = 5
@@ -18,21 +15,6 @@ MOST = 5
 SECONDS = 60.0
 """How long the rows of one source may be checked before the run."""
 CheckRow = Callable[[Row], None]
-
-
-def row_checks(environment: Environment, scorer: Scorer) -> tuple[CheckRow, ...]:
-    """Those who override `check_row`; a reward that others gate may not concern all rows."""
-    checks: list[CheckRow] = []
-    if type(environment).check_row is not Environment.check_row:
-        checks.append(environment.check_row)
-    for term in scorer.rewards:
-        calculator = term.calculator
-        if isinstance(calculator, ProcessReward):
-            calculator = calculator.inner
-        overrides = type(calculator).check_row is not RewardCalculator.check_row
-        if overrides and not scorer.composition.is_gated(term.name):
-            checks.append(calculator.check_row)
-    return tuple(checks)
 
 
 def check_rows(prompts: PromptSource, checks: Sequence[CheckRow]) -> Iterator[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from retrain.assembly.kinds import KINDS
+from retrain.assembly.parts import KINDS
 from retrain.config import AlgorithmConfig, RunConfig
 from retrain.config.binding import CASE, key_schema
 from retrain.config.plugins import built_in_names, find_plugin

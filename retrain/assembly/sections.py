@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import copy
 from functools import partial
 from importlib.util import find_spec
-from typing import NoReturn, TypeVar, cast
+from pathlib import Path
+from typing import cast
 
 from pydantic import ValidationError
 
 from retrain.adapters.base import AdapterOptions
-from retrain.assembly.kinds import maker, target_of
+from retrain.assembly.parts import target_of
 from retrain.chat import Chat
 from retrain.chat.formats.base import Format
 from retrain.chat.probing import KIND
@@ -38,73 +40,61 @@ from retrain.rewarding import (
     WeightedReward,
     term_of,
 )
+from retrain.rollout.group import seats_of
 from retrain.rollout.opponents import Opponent, opponent_of
-from retrain.rollout.seats import seats_of
 from retrain.tools import ToolEnvironment
 
-T = TypeVar("T")
 
-
-class Attempts:
-    """Makes parts, and collects the problems of those that can't be made."""
+class Problems:
+    """What is wrong with several parts, so that all of it is reported together."""
 
     def __init__(self) -> None:
-        self._problems: list[str] = []
+        self._found: list[str] = []
 
-    def __call__(self, make: Callable[[], T], made: T | None = None) -> Callable[[], T]:
-        """Make a part, unless it is `made`. The result returns it, or raises if that failed."""
+    @contextmanager
+    def collected(self) -> Iterator[None]:
+        """Collect the problems of one part."""
         try:
-            part = make() if made is None else made
+            yield
         except ConfigError as error:
             named = f"{error.source}: " if error.source else ""
-            self._problems += [named + problem for problem in error.problems]
-            return _failed
-        return lambda: part
+            self._found += [named + problem for problem in error.problems]
 
-    def finish(self) -> None:
+    def report(self) -> None:
         """Raises ConfigError with all problems, if there are any."""
-        if self._problems:
-            raise ConfigError(*self._problems)
-
-
-def _failed() -> NoReturn:
-    raise ConfigError  # its problems are collected already
-
-
-def environment_of(config: RunConfig) -> partial[Environment]:
-    made: partial[Environment] = maker("environment", config.environment, "environment", config)
-    construct("environment", made)  # reports before the run what the constructor rejects
-    return made
+        if self._found:
+            raise ConfigError(*self._found)
 
 
 def opponents_of(
-    config: RunConfig, make: Callable[[], Environment], scorer: Scorer
+    config: RunConfig, environment: Environment, scorer: Scorer
 ) -> tuple[Mapping[str, Opponent], Mapping[str, Opponent]]:
     """The opponents of training and of evaluations; raises ConfigError if the seats don't fit."""
     held_out = config.eval.opponents if config.eval else None
     try:
-        names = seats_of("environment", construct("environment", make))
+        names = seats_of("environment", environment)
     except UserCodeError as error:
         raise PluginError(str(error)) from error
     if both := sorted(set(scorer.composition.names).intersection(names)):
         raise PluginError(f"environment: a seat and a reward are both named {both[0]}: rename one")
-    found: list[dict[str, Opponent]] = []
-    for where, section in (("opponents", config.opponents), ("eval.opponents", held_out)):
-        if section is None:
-            found.append(found[0])
-            continue
-        for name in section:
-            if name not in names:
-                seats = f"expected one of {', '.join(names)}" if names else "it has no seats"
-                raise PluginError(
-                    f"{where}: got {name!r}, which is not a seat of the environment; {seats}"
-                )
-        if names and len(section) == len(names):
-            raise PluginError(f"{where}: got all seats, expected at least one that is trained")
-        found.append(
-            {n: opponent_of(p, f"{where}.{n}", config.base_dir) for n, p in section.items()}
-        )
-    return found[0], found[1]
+    found = _opponents("opponents", config.opponents, names, config.base_dir)
+    if held_out is None:
+        return found, found
+    return found, _opponents("eval.opponents", held_out, names, config.base_dir)
+
+
+def _opponents(
+    where: str, section: Mapping[str, Plugin], names: Sequence[str], base_dir: Path
+) -> Mapping[str, Opponent]:
+    for name in section:
+        if name not in names:
+            seats = f"expected one of {', '.join(names)}" if names else "it has no seats"
+            raise PluginError(
+                f"{where}: got {name!r}, which is not a seat of the environment; {seats}"
+            )
+    if names and len(section) == len(names):
+        raise PluginError(f"{where}: got all seats, expected at least one that is trained")
+    return {name: opponent_of(p, f"{where}.{name}", base_dir) for name, p in section.items()}
 
 
 def chat_template(config: RunConfig) -> str:
@@ -151,15 +141,14 @@ def tools_warning(
     options: AdapterOptions,
     template: str,
     form: Format | None,
-    make: Callable[[], Environment],
-    runs_agent: bool,
+    environment: Environment,
 ) -> str:
     """What is wrong with the tools of a run and the model's chat template, if that is known here.
 
     Raises PluginError if no rollout could begin.
     """
-    made = construct("environment", make)
-    offers = isinstance(made, ToolEnvironment) or bool(made.tools)
+    runs_agent = type(environment).run is not Environment.run
+    offers = isinstance(environment, ToolEnvironment) or bool(environment.tools)
     if not (offers or runs_agent) or (form is not None and form.in_system):
         return ""
     tokenizer = options.local_tokenizer(config)
@@ -177,11 +166,13 @@ def tools_warning(
 
 
 def scorer_of(config: RunConfig) -> Scorer:
-    attempt = Attempts()
-    terms = [attempt(partial(_term, config, index)) for index in range(len(config.rewards))]
-    attempt.finish()
+    problems, terms = Problems(), list[Term]()
+    for index in range(len(config.rewards)):
+        with problems.collected():
+            terms.append(_term(config, index))
+    problems.report()
     concurrency = config.rollout.reward_concurrency
-    return Scorer([term() for term in terms], deadlines=config.deadlines, concurrency=concurrency)
+    return Scorer(terms, deadlines=config.deadlines, concurrency=concurrency)
 
 
 def _term(config: RunConfig, index: int) -> Term:
@@ -237,10 +228,8 @@ def _missing(modules: Sequence[str]) -> str:
     return ", ".join(name for name in modules if not found(name))
 
 
-def check_endpoint(config: RunConfig, needed: bool) -> None:
+def check_endpoint(config: RunConfig) -> None:
     """What an environment that runs an agent needs."""
-    if not needed:
-        return
     if missing := _missing(("starlette", "uvicorn")):
         raise PluginError(
             f"environment.type: {config.environment.type} runs an agent, which needs packages "

@@ -29,12 +29,13 @@ from functools import cached_property
 from typing import Any, Final
 
 from retrain.chat.formats.base import Format
+from retrain.chat.formats.hermes import Hermes
 from retrain.chat.messages import checked_messages
-from retrain.chat.probing import format_named, formats, inferred, most_calls
+from retrain.chat.probing import formats, inferred, most_calls
 from retrain.chat.reasoning import TAGS, reasoning_opener
 from retrain.chat.template import Template, after_reply
 from retrain.chat.tokens import TurnTokens
-from retrain.chat.tools import Reply, as_template, check_tools, parse_reply
+from retrain.chat.tools import ParsedReply, as_template, check_tools, parse_reply
 from retrain.environment import Action, ToolSpec
 from retrain.errors import ConfigError, UserCodeError
 from retrain.sampler import Tokenizer
@@ -42,8 +43,8 @@ from retrain.types import Completion, Message, Turn
 
 _CACHED_TOKENS: Final = 1_000_000
 """Size of the cache of tokenized openings, about 40 MB: each prompt recurs every epoch."""
-_BEFORE_CALLS: Final = re.compile(r"[<\[{]")
-"""What the markup of tool calls begins with."""
+_MARKUP: Final = re.compile(r"[<\[{]")
+"""What the markup of reasoning and of tool calls begins with."""
 
 
 class Chat:
@@ -73,11 +74,11 @@ class Chat:
         tools: Format | None = None,
     ) -> None:
         self.template = Template(tokenizer, template, arguments)
-        found = tools or inferred(self.template)
+        found = tools or (None if self.template.joins else inferred(self.template))
         if found is not None and found.in_system:
             self.template.form = found
         self.reads_calls = found is not None
-        self.format = found or format_named("hermes")  # for the reasoning
+        self.format = found or Hermes()  # for the reasoning
         self.tokens = TurnTokens(tokenizer, self.template, self.format)
         self.stop_token_ids = self.tokens.stops
         self._openings: OrderedDict[object, _Opening] = OrderedDict()
@@ -142,7 +143,8 @@ class Chat:
     def _open(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec], *, continues: bool = False
     ) -> _Opening:
-        check_tools(tools)
+        if tools:
+            check_tools(tools)
         shown = tuple(tool.as_template() for tool in tools)
         text = self.template.render(messages, shown)
         self.template.require_heard(messages, text, shown)
@@ -153,6 +155,12 @@ class Chat:
         if not prompt_ids:
             raise ValueError("got empty messages, expected at least one token to start a rollout")
         return _Opening(text, self.opener_of(text), prompt_ids, tuple(tools), shown, most_calls)
+
+    def split(self, said: str, opener: str) -> tuple[str, str]:
+        """The reasoning and the answer of a reply to a prompt that ends with `opener`."""
+        if not opener and not _MARKUP.search(said):  # the common case, fast
+            return "", said
+        return self.format.split(said, opener)
 
     def opener_of(self, text: str) -> str:
         """The start of reasoning with which a prompt ends, else ""."""
@@ -213,7 +221,7 @@ class Conversation:
         self._completion = completion
         self._said = said = chat.tokens.text_of(completion, bool(tools))
         opener = self._opener
-        self._reasoning, self.answer = chat.format.split(said, opener)
+        self._reasoning, self.answer = chat.split(said, opener)
         ids, stopped = completion.token_ids, completion.stop_reason
         if tools:
             first = self._calls if first_call is None else first_call
@@ -236,9 +244,9 @@ class Conversation:
         if chat.format.channels or may_reason:
             return ""
         answer = chat.format.split(said, self._opener)[1]
-        return _BEFORE_CALLS.split(answer, maxsplit=1)[0].rstrip() if tools else answer
+        return _MARKUP.split(answer, maxsplit=1)[0].rstrip() if tools else answer
 
-    def _called(self, found: Reply, opener: str, completion: Completion) -> Action:
+    def _called(self, found: ParsedReply, opener: str, completion: Completion) -> Action:
         """Add a turn with tool calls to the history."""
         template, most = self._chat.template, self._opening.most_calls
         reasoning, text = self._chat.format.split(found.text, opener)
@@ -298,7 +306,7 @@ class Conversation:
             return ended.turn(), ended.messages
         chat = self._chat
         said = chat.tokens.text_of(completion, False)
-        reasoning, answer = chat.format.split(said, self._opener)
+        reasoning, answer = chat.split(said, self._opener)
         kept = None if answer == completion.text else answer
         turn = Turn(self.prompt_ids, completion, answer=kept, reasoning=reasoning)
         return turn, [*self.messages, self._message(said, self._opener)]

@@ -21,7 +21,7 @@ _ID: Final = re.compile(r"[A-Za-z0-9]{9}")
 """Ids that every template takes: some require nine letters and digits."""
 
 
-class Reply(NamedTuple):
+class ParsedReply(NamedTuple):
     """A parsed reply."""
 
     text: str
@@ -33,11 +33,11 @@ class Reply(NamedTuple):
 
 def parse_reply(
     text: str, tools: Sequence[ToolSpec], form: Format, *, first: int = 0, opener: str = ""
-) -> Reply:
+) -> ParsedReply:
     """The calls in a reply to a prompt that ends with `opener`, numbered from `first`."""
     found = form.find(text, form.answer_start(text, opener))
     if not found:
-        return Reply(text, (), True)
+        return ParsedReply(text, (), True)
     calls: list[ToolCall] = []
     kept: list[str] = []
     end = 0
@@ -53,7 +53,7 @@ def parse_reply(
         error = fault(one.name, arguments, tools)
         calls.append(ToolCall(one.name, arguments, call_id, error))
     rest = "".join([*kept, text[end:]])
-    return Reply(rest.rstrip(), tuple(calls), all(one.error is None for one in found))
+    return ParsedReply(rest.rstrip(), tuple(calls), all(one.error is None for one in found))
 
 
 def tools_of(given: object) -> tuple[ToolSpec, ...]:

@@ -8,6 +8,7 @@ are left when this process has ended, even by `kill -9`. It starts with the firs
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import ctypes
 import faulthandler
@@ -19,6 +20,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from weakref import WeakSet
 
 WATCHER = Path(__file__).with_name("watcher.py")
 
@@ -31,7 +33,9 @@ class _Leash:
         self._process: subprocess.Popen[bytes] | None = None
         self._watched: list[tuple[float, Path]] = []
         self._groups: set[int] = set()
-        os.register_at_fork(after_in_child=self._forget)
+        self.loops: WeakSet[asyncio.AbstractEventLoop] = WeakSet()
+        """Those that a fork must not run, since it shares their files and sockets."""
+        os.register_at_fork(after_in_child=self._forked)
         atexit.register(self._forget)
 
     @contextmanager
@@ -43,12 +47,13 @@ class _Leash:
                 _end_at_abort()
                 faulthandler.enable(stacks)
                 faulthandler.register(signal.SIGQUIT, stacks, chain=True)  # then it ends us
-            self._watched.append((seconds, file))
+            watched = (seconds, file.absolute())  # user code may lose the working directory
+            self._watched.append(watched)
             self._send(self._watch())
             try:
                 yield
             finally:
-                self._watched.remove((seconds, file))
+                self._watched.remove(watched)
                 self._send(self._watch())
                 if enables:
                     faulthandler.disable()
@@ -78,7 +83,7 @@ class _Leash:
 
     def _watch(self) -> bytes:
         seconds, file = min(self._watched, default=(0.0, Path()))
-        return b"watch %f %s" % (seconds, os.fsencode(file.absolute()).hex().encode())
+        return b"watch %f %s" % (seconds, os.fsencode(file).hex().encode())
 
     def _send(self, message: bytes) -> None:
         with self._lock, suppress(OSError):  # no process can be started, or it is suspended
@@ -90,8 +95,17 @@ class _Leash:
             assert self._process.stdin is not None
             os.write(self._process.stdin.fileno(), message + b"\n")
 
+    def _forked(self) -> None:
+        """End a fork, which has no watcher, when it returns from user code to a loop of ours."""
+        self._forget()
+        for loop in self.loops:
+            vars(loop).update(call_soon_threadsafe=_exit)  # threads call it with their results
+            with suppress(RuntimeError):  # in debug mode, from a thread
+                loop.call_soon(_exit)
+                vars(loop)["_ready"].rotate(1)  # before what else is ready
+
     def _forget(self) -> None:
-        """Close the pipe: at the end of the process, or in a fork, which has no watcher."""
+        """Close the pipe."""
         self._close()
         self._watched, self._groups = [], set()
 
@@ -114,6 +128,10 @@ def _started() -> subprocess.Popen[bytes]:
     assert process.stdin is not None
     os.set_blocking(process.stdin.fileno(), False)
     return process
+
+
+def _exit(*_: object) -> None:
+    os._exit(1)
 
 
 def _end_at_abort() -> None:

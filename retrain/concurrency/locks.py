@@ -36,7 +36,7 @@ class FolderLock:
             _take(file)
             os.ftruncate(file, 0)
             os.pwrite(file, f"process {os.getpid()}\n".encode(), 0)
-        except BaseException:
+        except (OSError, InUseError):
             os.close(file)
             raise
         _held.add(file)

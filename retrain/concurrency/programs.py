@@ -13,15 +13,15 @@ import secrets
 import signal
 import stat
 import time
-from asyncio import StreamReader
-from asyncio.subprocess import PIPE, Process
+from asyncio import StreamReader, StreamWriter
+from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from retrain.concurrency import children
+from retrain.concurrency.children import Child, plain_environment
 from retrain.concurrency.crashes import ProgramError, headline
 from retrain.concurrency.threads import in_thread
 
@@ -83,22 +83,20 @@ async def run_program(
     has ended, all processes that it started end. Raises OSError if the program can't be started.
     """
     mark = _new_mark()
-    environment = {**children.plain_environment(), **(env or {}), MARK: mark}
-    process = await children.start(argv, env=environment, cwd=cwd, stderr=PIPE)
-    assert process.stdout is not None
-    assert process.stderr is not None
+    environment = {**plain_environment(), **(env or {}), MARK: mark}
+    child = await Child.start(argv, env=environment, cwd=cwd, stderr=PIPE)
     kept = bytearray(), bytearray()
     pipes = [
-        asyncio.create_task(_feed(process, stdin)),
-        asyncio.create_task(_read(process.stdout, kept[0], keep)),
-        asyncio.create_task(_read(process.stderr, kept[1], keep)),
+        asyncio.create_task(_feed(child.stdin, stdin)),
+        asyncio.create_task(_read(child.stdout, kept[0], keep)),
+        asyncio.create_task(_read(child.stderr, kept[1], keep)),
     ]
     try:
-        await children.exited(process)
+        await child.exited()
     finally:
         # What the program started may still hold the pipes, so it ends before they are read.
         try:
-            code = await children.end(process, GRACE_SECONDS)
+            code = await child.end(GRACE_SECONDS)
         finally:
             await in_thread(partial(end_marked, mark))
             _, left = await asyncio.wait(pipes, timeout=DRAIN_SECONDS)
@@ -166,12 +164,11 @@ def _new_mark() -> str:
     return f"{os.getpid()}-{secrets.token_hex(8)}"
 
 
-async def _feed(process: Process, text: str) -> None:
-    assert process.stdin is not None
+async def _feed(stdin: StreamWriter, text: str) -> None:
     with suppress(BrokenPipeError, ConnectionResetError):  # a program need not read it
-        process.stdin.write(text.encode())
-        await process.stdin.drain()
-    process.stdin.close()
+        stdin.write(text.encode())
+        await stdin.drain()
+    stdin.close()
 
 
 async def _read(stream: StreamReader, kept: bytearray, keep: int) -> None:

@@ -10,8 +10,9 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from retrain.concurrency.children import tail
+
 EVERY_SECONDS = 20.0
-TAIL_BYTES = 4096
 LENGTH = 120
 """Of a quoted line."""
 _NOT_TEXT = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[^\x20-\x7e\xa0-\uffff]")
@@ -43,11 +44,5 @@ async def _announce(what: str, logs: Iterable[Path], begin: int) -> None:
 
 def _last(log: Path, begin: int) -> str:
     """The last line with text, without what a terminal would not print."""
-    try:
-        with log.open("rb") as file:
-            file.seek(max(begin, log.stat().st_size - TAIL_BYTES))
-            lines = file.read().decode(errors="replace").splitlines()
-    except OSError:
-        return ""
-    lines = [_NOT_TEXT.sub("", line).strip() for line in lines]
+    lines = [_NOT_TEXT.sub("", line).strip() for line in tail(log, begin)]
     return next((line[:LENGTH] for line in reversed(lines) if line), "")

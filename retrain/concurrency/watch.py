@@ -69,6 +69,7 @@ class Watch:
         self._slow, self._stall, self._blocked, self._grace = slow, stall, blocked, grace
         self._found, self._fail, self._last_words, self._errors = found, fail, last_words, errors
         self._loop = asyncio.get_running_loop()
+        leash.loops.add(self._loop)
         self._thread = threading.get_ident()
         clock = getattr(time, "pthread_getcpuclockid", None)  # macOS has none
         self._clock: int | None = clock(self._thread) if clock else None
@@ -142,8 +143,8 @@ class Watch:
 
     def _judge(self, now: float) -> None:
         blocked = self._asked and now - self._answered > self._blocked
-        still = now - self._moved > self._stall and self._ends_by == math.inf and not self._waiting
-        if (blocked or still or now > self._ends_by) and debugging():
+        late, still = now > self._ends_by, self._is_still(now)
+        if (blocked or still or late) and debugging():
             self._excuse(now - min(self._moved, self._answered))
         elif blocked:
             where = _place(sys._current_frames().get(self._thread))
@@ -151,7 +152,7 @@ class Watch:
                 f"the event loop has been blocked for {self._blocked} s by {where}; "
                 "use await, or move blocking work to a thread"
             )
-        elif now > self._ends_by:
+        elif late:
             self._exit(
                 f"shutdown timed out after {self._grace} s; still running: {describe(self._loop)}"
             )
@@ -162,6 +163,10 @@ class Watch:
                 f"waiting: {describe(self._loop)}"
             )
             self._loop.call_soon_threadsafe(self._fail, error)
+
+    def _is_still(self, now: float) -> bool:
+        ending = self._ends_by < math.inf
+        return now - self._moved > self._stall and not ending and not self._waiting
 
     def _excuse(self, seconds: float) -> None:
         """Don't count these last seconds."""

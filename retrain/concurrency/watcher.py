@@ -10,8 +10,10 @@ import select
 import signal
 import sys
 from contextlib import suppress
+from glob import glob
 
-run, limit, file, silent, rest, groups = int(sys.argv[1]), 0.0, b"", 0.0, b"", set()
+run, limit, file, silent, rest = int(sys.argv[1]), 0.0, b"", 0.0, b""
+groups: set[int] = set()
 
 
 def say(words: str) -> None:
@@ -35,10 +37,8 @@ while True:
         for word, *values in map(bytes.split, lines):
             if word == b"watch":
                 limit, file = float(values[0]), bytes.fromhex(values[1].decode())
-            elif word == b"child":
-                groups.add(int(values[0]))
-            elif word == b"ended":
-                groups.discard(int(values[0]))
+            elif values:
+                (groups.add if word == b"child" else groups.discard)(int(values[0]))
     elif os.getppid() != run:  # a fork of the run holds the pipe
         break
     elif limit and not suspended():
@@ -52,3 +52,7 @@ if limit:
 for group in groups:
     with suppress(OSError):  # it has ended
         os.killpg(group, signal.SIGKILL)
+for place in glob("/proc/[0-9]*/environ"):  # a program's daemons (see `programs`); Linux only
+    with suppress(OSError), open(place, "rb") as environment:
+        if b"\0RETRAIN_PROGRAM=%d-" % run in b"\0" + environment.read():
+            os.kill(int(place.split("/")[2]), signal.SIGKILL)

@@ -30,7 +30,7 @@ _NAMES = {
 }
 
 
-class _Message(api.Wire):
+class _Turn(api.Wire):
     role: Literal["user", "assistant", "system"]
     content: str | list[Block]
 
@@ -45,27 +45,34 @@ class _OutputConfig(api.Wire):
     format: Block | None = None
 
 
-class _Count(api.Wire):
+class _CountBody(api.Wire):
     """What `count_tokens` gets, too."""
 
     model: str = ""
-    messages: Annotated[list[_Message], Field(min_length=1)]
+    messages: Annotated[list[_Turn], Field(min_length=1)]
     system: str | list[Block] | None = None
     tools: list[Block] | None = None
     tool_choice: _ToolChoice | None = None
+    output_config: _OutputConfig | None = None
+    output_format: Block | None = None
+    """What `output_config.format` was called before."""
+    stream: bool | None = False
+
+    @property
+    def form(self) -> tuple[str, Block | None]:
+        """What the answer must look like, after the argument that it is in."""
+        if self.output_config is not None and self.output_config.format is not None:
+            return "output_config", self.output_config.format
+        return "output_format", self.output_format
 
 
-class _Create(_Count):
+class _MessagesBody(_CountBody):
     max_tokens: api.Tokens
     temperature: api.Temperature | None = None
     top_p: api.TopP | None = None
     top_k: api.TopK | None = None
     stop_sequences: api.Stop | None = None
     thinking: Block | None = None
-    output_config: _OutputConfig | None = None
-    output_format: Block | None = None
-    """What `output_config.format` was called before."""
-    stream: bool | None = False
 
 
 class Messages:
@@ -74,7 +81,7 @@ class Messages:
     prefix = "msg"
 
     def read(self, body: Mapping[str, Any]) -> api.Request:
-        return _request(api.parse(_Create, body))
+        return _request(api.parse(_MessagesBody, body))
 
     def answer(
         self, request: api.Request, answer_id: str, replies: Sequence[Reply], decode: api.Decode
@@ -117,7 +124,7 @@ class Messages:
 
 def read_count(body: Mapping[str, Any]) -> api.Request:
     """`POST /messages/count_tokens`."""
-    return _request(api.parse(_Count, body))
+    return _request(api.parse(_CountBody, body))
 
 
 def error_body(error: CallError) -> dict[str, Any]:
@@ -127,7 +134,7 @@ def error_body(error: CallError) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": str(error)}}
 
 
-def _request(asked: _Count) -> api.Request:
+def _request(asked: _CountBody) -> api.Request:
     messages = [m for i, given in enumerate(asked.messages) for m in _messages(given, i)]
     if messages[-1]["role"] == "assistant":
         raise api.invalid(
@@ -136,31 +143,16 @@ def _request(asked: _Count) -> api.Request:
         )
     if system := api.text_of(asked.system, "system"):
         messages.insert(0, api.message_of("system", system))
-    tools = api.offered(asked.tools or (), _function)
     choice = asked.tool_choice or _ToolChoice(type="auto")
-    must = api.forced(tools, {"name": choice.name} if choice.type == "tool" else choice.type)
-    where, form = _form_of(asked)
-    schema = api.schema_of(form, where)
-    parallel = not choice.disable_parallel_tool_use
-    return api.Request(
-        asked.model,
+    return api.request_of(
+        asked,
         messages,
-        () if choice.type == "none" else tools,
-        stream=bool(getattr(asked, "stream", False)),
         options=api.options_of(asked, _NAMES),
-        extra=api.Extra(schema=schema, forced=must),
-        unused=api.unused_of(asked) + api.unforced(tools, asked.tools or (), None, parallel),
-        masking=(where,) * (schema is not None) + ("tool_choice",) * bool(must),
-        body=asked,
+        tools=api.offered(asked.tools or (), _function),
+        choice={"name": choice.name} if choice.type == "tool" else choice.type,
+        parallel=not choice.disable_parallel_tool_use,
+        form=asked.form,
     )
-
-
-def _form_of(asked: _Count) -> tuple[str, Block | None]:
-    """The form that an answer must have, after the argument that it is in."""
-    config = asked.output_config if isinstance(asked, _Create) else None
-    if config is not None and config.format is not None:
-        return "output_config", config.format
-    return "output_format", asked.output_format if isinstance(asked, _Create) else None
 
 
 def _function(tool: Block) -> dict[str, Any]:
@@ -173,7 +165,7 @@ def _function(tool: Block) -> dict[str, Any]:
     }
 
 
-def _messages(message: _Message, number: int) -> list[Message]:
+def _messages(message: _Turn, number: int) -> list[Message]:
     """A message in the form of templates: each result of a tool is a separate message."""
     where = f"messages.{number}.content"
     if isinstance(message.content, str):

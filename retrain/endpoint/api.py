@@ -165,6 +165,38 @@ class LiveApi(Api, Protocol):
         """All events, or what follows the text of each choice that was sent."""
 
 
+def request_of(
+    asked: Any,  # a request of an API of messages
+    messages: Sequence[Message],
+    *,
+    tools: tuple[ToolSpec, ...],
+    choice: Any,
+    parallel: bool | None,
+    form: tuple[str, Any],
+    top: int = 0,
+    unused: tuple[str, ...] = (),
+    **more: Any,
+) -> Request:
+    """A request of messages; raises CallError 400.
+
+    `choice` is the choice of a tool, `form` what the answer must look like, after the argument that
+    it is in, and `more` are fields of the Request.
+    """
+    where, given = form
+    schema, must = schema_of(given, where), forced(tools, choice)
+    return Request(
+        asked.model,
+        messages,
+        () if choice == "none" else tools,
+        stream=bool(asked.stream),
+        extra=Extra(top, schema=schema, forced=must),
+        unused=unused_of(asked) + unused + unforced(tools, asked.tools or (), choice, parallel),
+        masking=(where,) * (schema is not None) + ("tool_choice",) * bool(must),
+        body=asked,
+        **more,
+    )
+
+
 def parse(kind: type[Body], body: Mapping[str, Any], below: str = "") -> Body:
     """A request body, or what is `below` in it; raises CallError 400 with the first wrong field."""
     try:
@@ -192,10 +224,10 @@ def text_of(content: Any, where: str) -> str:
 
 
 def _part_of(part: Any, where: str) -> str:
-    text = part.get("text", part.get("refusal")) if isinstance(part, Mapping) else part
+    text = part if isinstance(part, str) else _get(part, "text", _get(part, "refusal"))
     if isinstance(text, str):
         return text
-    kind = part.get("type") if isinstance(part, Mapping) else None
+    kind = _get(part, "type")
     got = f"a part of type {shown(kind)}" if kind else shown(part)
     raise invalid(
         f"{where}: got {got}, expected text: the endpoint does not support images or files"
@@ -299,13 +331,12 @@ def unused_of(asked: Wire) -> tuple[str, ...]:
 
 def schema_of(form: Any, where: str) -> Mapping[str, Any] | None:
     """The JSON schema that an answer must fit; None if it may be any text."""
-    kind = form.get("type") if isinstance(form, Mapping) else form
+    kind = _get(form, "type")
     if kind in (None, "text"):
         return None
     if kind == "json_object":
         return {"type": "object"}
-    found = form.get("json_schema", form) if isinstance(form, Mapping) else None
-    schema = found.get("schema") if isinstance(found, Mapping) else None
+    schema = _get(_get(form, "json_schema", form), "schema")
     if kind != "json_schema" or not isinstance(schema, Mapping):
         raise invalid(
             f"{where}: got {shown(form)}, expected the type text, json_object, or json_schema with "
@@ -320,8 +351,7 @@ def forced(tools: Sequence[ToolSpec], choice: Any) -> tuple[ToolSpec, ...]:
         return ()
     if choice in ("required", "any"):
         return tuple(tools)
-    function = choice.get("function", choice) if isinstance(choice, Mapping) else None
-    name = function.get("name") if isinstance(function, Mapping) else None
+    name = _get(_get(choice, "function", choice), "name")
     if found := tuple(tool for tool in tools if tool.name == name):
         return found
     names = ", ".join(tool.name for tool in tools)
@@ -347,4 +377,9 @@ def unforced(
 
 def _is_list(choice: Any) -> bool:
     """Whether a tool choice is a subset of the tools, which has no effect."""
-    return isinstance(choice, Mapping) and choice.get("type") == "allowed_tools"
+    return bool(_get(choice, "type") == "allowed_tools")
+
+
+def _get(value: Any, key: str, other: Any = None) -> Any:
+    """What an object of a request has under a key; None if it is no object."""
+    return value.get(key, other) if isinstance(value, Mapping) else None

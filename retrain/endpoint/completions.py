@@ -104,11 +104,7 @@ def _prompts(given: str | list[Any]) -> list[str | list[int]]:
 
 
 def _text_logprobs(reply: Reply, decode: api.Decode, top: int) -> dict[str, Any]:
-    """The log-probs of the sampled tokens, after those of an echoed prompt.
-
-    Of several tokens with the same text, such as parts of a character, `top_logprobs` has the
-    likeliest.
-    """
+    """The log-probs of the sampled tokens, after those of an echoed prompt."""
     said = reply.completion
     ids, logprobs = [*said.token_ids], list[float | None](said.logprobs)
     tops: list[api.Likely | None] = [*api.tops_of(said)]
@@ -117,15 +113,18 @@ def _text_logprobs(reply: Reply, decode: api.Decode, top: int) -> dict[str, Any]
         logprobs = [None, *said.prompt_logprobs, *logprobs]
         tops = [None, *said.prompt_top, *tops]
     texts = [decode([token]) for token in ids]
-    likeliest: list[dict[str, float] | None] = []
-    for one in tops:
-        named: dict[str, float] = {}
-        for token, value in one or ():
-            named.setdefault(decode([token]), value)
-        likeliest.append(None if one is None else named)
+    likeliest = [one if one is None else _by_text(one, decode) for one in tops]
     return {
         "tokens": texts,
         "token_logprobs": logprobs,
         "top_logprobs": likeliest if top and isinstance(said, api.Detailed) else None,
         "text_offset": [0, *accumulate(map(len, texts[:-1]))] if texts else [],
     }
+
+
+def _by_text(likely: api.Likely, decode: api.Decode) -> dict[str, float]:
+    """Of several tokens with the same text, such as parts of a character, the likeliest."""
+    found: dict[str, float] = {}
+    for token, logprob in likely:
+        found.setdefault(decode([token]), logprob)
+    return found

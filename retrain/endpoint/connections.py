@@ -1,4 +1,4 @@
-"""HTTP of the endpoint: request bodies, answers, clients that disconnect or never speak."""
+"""HTTP of the endpoint: request bodies, answers, clients that disconnect or stop sending."""
 
 from __future__ import annotations
 
@@ -12,83 +12,40 @@ from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from retrain.config import EndpointConfig
 from retrain.endpoint.api import Event, invalid
 from retrain.errors import RunError
 from retrain.rollout.calls import CallError
-from retrain.transport.serving import BACKLOG, allow_files
+from retrain.transport.serving import BACKLOG
 
 T = TypeVar("T")
-OPEN_FILES = 8192
-"""What the process may open, if the system allows it: agents in it have a socket per call too."""
 MAX_BODY = 16 * 2**20
 """Bytes of a request."""
 IDLE_SECONDS = 30.0
-"""Seconds for a client to send the head of its first request, and then each part of a body."""
+"""Seconds for a client to send each part of a body."""
 LOOPBACK = ("127.", "::1", "localhost")
 
 
-class Protocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
-    """Closes connections that send half a request or none, which uvicorn would keep for ever."""
-
-    _check: asyncio.TimerHandle
-    _suspect: object = None
-    """The request after which the client was sending something incomplete at the last check."""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        super().connection_made(transport)
-        self._check = self.loop.call_later(IDLE_SECONDS, self._close_if_stuck)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._check.cancel()
-        super().connection_lost(exc)
-
-    def _close_if_stuck(self) -> None:
-        request = self.cycle
-        # Data ends uvicorn's own timer: without it, what follows an answered request is incomplete.
-        stuck = request and request.response_complete and self.timeout_keep_alive_task is None
-        if request is None or (stuck and request is self._suspect):
-            self.transport.close()
-            return
-        self._suspect = request if stuck else None
-        self._check = self.loop.call_later(IDLE_SECONDS, self._close_if_stuck)
-
-
-def bound(config: EndpointConfig) -> socket.socket:
+def bound(config: EndpointConfig, *, listens: bool = False) -> socket.socket:
     """A socket with the endpoint's address; raises RunError if that is not available.
 
-    Several processes may hold it, as the ranks of a run do at their start, until one listens.
+    Several processes may hold it, as the ranks of a run do at their start, until one `listens`.
     """
     found = socket.socket(socket.AF_INET6 if ":" in config.host else socket.AF_INET)
     try:
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         found.bind((config.host, config.port))
+        if listens:
+            found.listen(BACKLOG)
     except OSError as error:
         found.close()
-        raise _unavailable(config, error) from error
+        raise RunError(
+            f"endpoint: can't listen on {config.host}:{config.port}: "
+            f"{error.strerror or error}. Set endpoint.port to 0 for a free port."
+        ) from error
     return found
-
-
-def listen(config: EndpointConfig) -> socket.socket:
-    """A listening socket; raises RunError if the address is not available."""
-    found = bound(config)
-    try:
-        found.listen(BACKLOG)
-    except OSError as error:
-        found.close()
-        raise _unavailable(config, error) from error
-    found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    allow_files(OPEN_FILES)
-    return found
-
-
-def _unavailable(config: EndpointConfig, error: OSError) -> RunError:
-    return RunError(
-        f"endpoint: can't listen on {config.host}:{config.port}: "
-        f"{error.strerror or error}. Set endpoint.port to 0 for a free port."
-    )
 
 
 def url_of(listening: socket.socket) -> str:

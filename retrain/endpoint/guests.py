@@ -58,9 +58,7 @@ class Guest:
 
     def whole(self, request: Request) -> Request:
         """The request with the history that the endpoint keeps."""
-        messages = request.messages
-        if request.previous:
-            earlier = self.find(request.previous, "previous_response_id", 400)
-            messages = [*earlier.history, *messages]
-            request = replace(request, messages=messages)
-        return request
+        if not request.previous:
+            return request
+        earlier = self.find(request.previous, "previous_response_id", 400)
+        return replace(request, messages=[*earlier.history, *request.messages])

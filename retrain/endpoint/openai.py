@@ -39,7 +39,7 @@ class _Call(api.Wire):
     function: _Function
 
 
-class _Message(api.Wire):
+class _ChatMessage(api.Wire):
     role: str
     content: str | list[dict[str, Any]] | None = None
     tool_calls: list[_Call] | None = None
@@ -67,7 +67,7 @@ class Sampling(api.Wire):
     seed: api.Seed | None = None
 
 
-class _Chat(Sampling):
+class _ChatBody(Sampling):
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
@@ -94,57 +94,44 @@ NAMES = {
 }
 
 
-class Chat:
+class ChatCompletions:
     """`POST /chat/completions`."""
 
     prefix = "chatcmpl"
 
     def read(self, body: Mapping[str, Any]) -> api.Request:
-        asked = api.parse(_Chat, body)
-        messages = [
-            _plain(raw) or _message(api.parse(_Message, raw, f"messages.{i}"), f"messages.{i}")
-            for i, raw in enumerate(asked.messages)
-        ]
-        tools = api.offered(asked.tools or asked.functions or (), function_of)
-        choice = asked.tool_choice or asked.function_call
-        schema = api.schema_of(asked.response_format, "response_format")
-        must = api.forced(tools, choice)
-        refused = only_sampled("top_logprobs", asked.top_logprobs or 0)
-        if asked.top_logprobs and not asked.logprobs:
+        asked = api.parse(_ChatBody, body)
+        messages = [_message(raw, f"messages.{i}") for i, raw in enumerate(asked.messages)]
+        top, continues = asked.top_logprobs or 0, _continues(asked, messages)
+        if top and not asked.logprobs:
             raise api.invalid("top_logprobs: expected it with logprobs: true")
-        if _continues(asked, messages):
-            refused = {**refused, "continue_final_message": NO_PREFILL}
-        return api.Request(
-            asked.model,
+        prefill = {"continue_final_message": NO_PREFILL} if continues else {}
+        return api.request_of(
+            asked,
             messages,
-            () if choice == "none" else tools,
-            continues=bool(asked.continue_final_message),
-            n=asked.n or 1,
-            stream=bool(asked.stream),
             options=api.options_of(asked, NAMES),
-            extra=api.Extra(asked.top_logprobs or 0, schema=schema, forced=must),
-            unused=api.unused_of(asked)
-            + api.unforced(tools, asked.tools or (), choice, asked.parallel_tool_calls),
-            masking=("response_format",) * (schema is not None) + ("tool_choice",) * bool(must),
-            refused=refused,
-            body=asked,
+            tools=api.offered(asked.tools or asked.functions or (), function_of),
+            choice=asked.tool_choice or asked.function_call,
+            parallel=asked.parallel_tool_calls,
+            form=("response_format", asked.response_format),
+            top=top,
+            continues=continues,
+            n=asked.n or 1,
+            refused={**only_sampled("top_logprobs", top), **prefill},
         )
 
     def answer(
         self, request: api.Request, answer_id: str, replies: Sequence[Reply], decode: api.Decode
     ) -> dict[str, Any]:
-        choices = []
+        asked, choices = request.body, []
         for index, reply in enumerate(replies):
             message, reason = _said(reply), api.finish(reply)
-            if request.body.functions and not request.body.tools and "tool_calls" in message:
+            if asked.functions and not asked.tools and "tool_calls" in message:
                 message["function_call"] = message.pop("tool_calls")[0]["function"]
                 reason = "function_call"
-            logprobs = None
-            if request.body.logprobs:
-                logprobs = {"content": api.logprobs_of(reply, decode), "refusal": None}
-            choices.append(
-                {"index": index, "message": message, "finish_reason": reason, "logprobs": logprobs}
-            )
+            found = {"content": api.logprobs_of(reply, decode), "refusal": None}
+            choice = {"index": index, "message": message, "finish_reason": reason}
+            choices.append({**choice, "logprobs": found if asked.logprobs else None})
         return envelope("chat.completion", answer_id, request, choices, replies)
 
     def head(self, request: api.Request, answer_id: str) -> dict[str, Any]:
@@ -198,7 +185,10 @@ def _plain(raw: Mapping[str, Any]) -> Message | None:
     return None if role is None else cast(Message, {"content": "", **given, "role": role})
 
 
-def _message(message: _Message, where: str) -> Message:
+def _message(raw: Mapping[str, Any], where: str) -> Message:
+    if plain := _plain(raw):
+        return plain
+    message = api.parse(_ChatMessage, raw, where)
     if message.role not in ROLES:
         raise api.invalid(f"{where}.role: got {message.role!r}, expected one of {', '.join(ROLES)}")
     calls = [
@@ -217,7 +207,7 @@ def _message(message: _Message, where: str) -> Message:
     )
 
 
-def _continues(asked: _Chat, messages: Sequence[Message]) -> bool:
+def _continues(asked: _ChatBody, messages: Sequence[Message]) -> bool:
     """Whether the reply continues the last message; raises CallError 400 if it can't."""
     if not asked.continue_final_message:
         if asked.add_generation_prompt is False:

@@ -14,7 +14,6 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
-from starlette.applications import Starlette
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
@@ -25,7 +24,7 @@ from retrain.endpoint.completions import Text
 from retrain.endpoint.connections import as_json, has_key, while_connected
 from retrain.endpoint.guests import Guest
 from retrain.endpoint.live import Live, Stream
-from retrain.endpoint.openai import Chat
+from retrain.endpoint.openai import ChatCompletions
 from retrain.endpoint.server import EndpointServer, sampled
 from retrain.rollout.calls import CallError, Calls
 from retrain.transport.web import foreign
@@ -36,6 +35,8 @@ ADVICE = "to allow others, start with --api-key-env"
 
 class PublicServer(EndpointServer):
     """Serves the model that `present` gives it; all arguments of clients that it knows count."""
+
+    below = "/v1"
 
     def __init__(self, host: str, port: int, key: str | None) -> None:
         config = EndpointConfig(
@@ -61,20 +62,8 @@ class PublicServer(EndpointServer):
         assert self._spell is not None, "a call was answered"
         return self._spell(token_ids)
 
-    def _app(self) -> Starlette:
-        """The routes of a rollout, but for its reward, below /v1; and /health."""
-        app = super()._app()
-        routes = [
-            Route(
-                route.path.removeprefix("/r/{rollout}"),
-                route.endpoint,
-                methods=sorted(route.methods or ()),
-            )
-            for route in app.routes
-            if isinstance(route, Route) and not route.path.endswith("/reward")
-        ]
-        routes.append(Route("/health", self._safe(self._health), methods=["GET"]))
-        return Starlette(routes=routes, exception_handlers=app.exception_handlers)
+    def _own_route(self) -> Route:
+        return Route("/health", self._safe(self._health), methods=["GET"])
 
     async def _health(self, http: HttpRequest) -> Response:
         """Needs no key."""
@@ -116,7 +105,7 @@ class PublicServer(EndpointServer):
     async def _reply(self, http: HttpRequest, guest: Guest, api: Api, request: Request) -> Response:
         """A stream begins with the first token, so that an error before it has its status."""
         simple = len(request.prompts) < 2 and not request.extra.echo
-        if not (request.stream and simple and isinstance(api, Chat | Text)):
+        if not (request.stream and simple and isinstance(api, ChatCompletions | Text)):
             return await super()._reply(http, guest, api, request)
         live = Live()
         request = replace(request, options={**request.options, "watch": live})

@@ -27,7 +27,7 @@ class _TextConfig(api.Wire):
     format: Item | None = None
 
 
-class _Create(api.Wire):
+class _ResponseBody(api.Wire):
     model: str = ""
     input: str | list[Item] = ""
     instructions: str | None = None
@@ -44,6 +44,11 @@ class _Create(api.Wire):
     metadata: dict[str, Any] | None = None
     stream: bool | None = False
 
+    @property
+    def form(self) -> Item | None:
+        """What the answer must look like."""
+        return self.text.format if self.text else None
+
 
 class Responses:
     """`POST /responses`."""
@@ -51,39 +56,33 @@ class Responses:
     prefix = "resp"
 
     def read(self, body: Mapping[str, Any]) -> api.Request:
-        asked = api.parse(_Create, body)
-        if refused := [name for name in REFUSED if body.get(name)]:
-            raise api.invalid(
-                f"{refused[0]}: not supported by the endpoint; send the call without it"
-            )
+        asked = api.parse(_ResponseBody, body)
+        for name in filter(body.get, REFUSED):
+            raise api.invalid(f"{name}: not supported by the endpoint; send the call without it")
         messages = _messages(asked.input)
         if not messages and asked.previous_response_id is None:
             raise api.invalid("input: got no items, expected at least one")
-        tools = api.offered(asked.tools or (), function_of)
-        schema = api.schema_of(asked.text and asked.text.format, "text.format")
-        must = api.forced(tools, asked.tool_choice)
-        unused = api.unused_of(asked) + ("include",) * bool({*(asked.include or ())} - {LOGPROBS})
-        return api.Request(
-            asked.model,
+        top = asked.top_logprobs or 0
+        return api.request_of(
+            asked,
             messages,
-            () if asked.tool_choice == "none" else tools,
+            options=api.options_of(asked, _NAMES),
+            tools=api.offered(asked.tools or (), function_of),
+            choice=asked.tool_choice,
+            parallel=asked.parallel_tool_calls,
+            form=("text.format", asked.form),
+            top=top,
+            unused=("include",) * bool({*(asked.include or ())} - {LOGPROBS}),
             system=asked.instructions or "",
             previous=asked.previous_response_id or "",
-            stream=bool(asked.stream),
-            options=api.options_of(asked, _NAMES),
-            extra=api.Extra(asked.top_logprobs or 0, schema=schema, forced=must),
-            unused=unused
-            + api.unforced(tools, asked.tools or (), asked.tool_choice, asked.parallel_tool_calls),
-            masking=("text.format",) * (schema is not None) + ("tool_choice",) * bool(must),
-            refused=only_sampled("top_logprobs", asked.top_logprobs or 0),
-            body=asked,
+            refused=only_sampled("top_logprobs", top),
         )
 
     def answer(
         self, request: api.Request, answer_id: str, replies: Sequence[Reply], decode: api.Decode
     ) -> dict[str, Any]:
         asked, [reply] = request.body, replies
-        whole = reply.completion.stop_reason == "stop" or bool(reply.tool_calls)
+        whole = api.finish(reply) != "length"
         wanted = LOGPROBS in (asked.include or ())
         logprobs = api.logprobs_of(reply, decode) if wanted else []
         return {
@@ -93,20 +92,10 @@ class Responses:
             "status": "completed" if whole else "incomplete",
             "error": None,
             "incomplete_details": None if whole else {"reason": "max_output_tokens"},
-            "instructions": asked.instructions,
-            "max_output_tokens": asked.max_output_tokens,
-            "metadata": asked.metadata or {},
             "model": request.model,
             "output": _output(reply, answer_id, whole, logprobs),
-            "parallel_tool_calls": True,
-            "previous_response_id": asked.previous_response_id,
-            "temperature": asked.temperature,
-            "text": {"format": (asked.text and asked.text.format) or {"type": "text"}},
-            "tool_choice": asked.tool_choice or "auto",
-            "tools": asked.tools or [],
-            "top_p": asked.top_p,
-            "truncation": "disabled",
             "usage": _usage(reply),
+            **_repeated(asked),
         }
 
     def events(self, request: api.Request, answer: dict[str, Any]) -> Iterator[api.Event]:
@@ -127,6 +116,23 @@ class Responses:
         events.append({"type": f"response.{answer['status']}", "response": answer})
         for number, event in enumerate(events):
             yield event["type"], {**event, "sequence_number": number}
+
+
+def _repeated(asked: _ResponseBody) -> dict[str, Any]:
+    """What an answer repeats of its request."""
+    return {
+        "instructions": asked.instructions,
+        "max_output_tokens": asked.max_output_tokens,
+        "metadata": asked.metadata or {},
+        "parallel_tool_calls": True,
+        "previous_response_id": asked.previous_response_id,
+        "temperature": asked.temperature,
+        "text": {"format": asked.form or {"type": "text"}},
+        "tool_choice": asked.tool_choice or "auto",
+        "tools": asked.tools or [],
+        "top_p": asked.top_p,
+        "truncation": "disabled",
+    }
 
 
 def _messages(items: str | Sequence[Item]) -> list[Message]:

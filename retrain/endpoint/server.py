@@ -31,12 +31,11 @@ from retrain.endpoint import anthropic, completions, openai, responses
 from retrain.endpoint.api import Api, Decode, Request, invalid, message_of
 from retrain.endpoint.connections import (
     LOOPBACK,
-    Protocol,
     as_json,
     as_stream,
     body_of,
+    bound,
     has_key,
-    listen,
     url_of,
     while_connected,
 )
@@ -44,7 +43,7 @@ from retrain.endpoint.guests import Answer, Guest
 from retrain.environment import Endpoint
 from retrain.errors import alike, shown
 from retrain.rollout.calls import CallError, Calls, Reply
-from retrain.transport.serving import settings_of
+from retrain.transport.serving import allow_files, settings_of
 
 logger = logging.getLogger(__name__)
 MOST_INVALID = 8
@@ -54,17 +53,22 @@ MOST_WARNINGS = 100
 """Names of arguments that are remembered."""
 LONGEST_NAME = 80
 APIS: Mapping[str, Api] = {
-    "/chat/completions": openai.Chat(),
+    "/chat/completions": openai.ChatCompletions(),
     "/completions": completions.Text(),
     "/responses": responses.Responses(),
     "/messages": anthropic.Messages(),
 }
+OPEN_FILES = 8192
+"""What the process may open, if the system allows it: agents in it have a socket per call too."""
 LARGEST_REWARD = 1e6
 """Posts add up: far below the limit of a reward, so that no number of them reaches it."""
 
 
 class EndpointServer:
     """Serves the rollouts of a run; an async context manager."""
+
+    below = "/r/{rollout}/v1"
+    """What the paths of all routes begin with."""
 
     def __init__(self, config: EndpointConfig, decode: Decode) -> None:
         self._config, self._decode = config, decode
@@ -80,7 +84,8 @@ class EndpointServer:
     async def serving(self) -> AsyncIterator[EndpointServer]:
         """Listen. Raises RunError if the address is not available."""
         config = self._config
-        listening = listen(config)
+        listening = bound(config, listens=True)
+        allow_files(OPEN_FILES)
         self._url = (config.public_url or url_of(listening)).rstrip("/")
         if not config.host.startswith(LOOPBACK):
             logger.warning(
@@ -88,7 +93,7 @@ class EndpointServer:
                 "of its rollout, which is sent unencrypted",
                 config.host,
             )
-        server = uvicorn.Server(settings_of(self._app(), Protocol, shutdown=1))
+        server = uvicorn.Server(settings_of(self._app(), "auto", shutdown=1))
         server.capture_signals = nullcontext  # type: ignore[method-assign, assignment]
         task = asyncio.create_task(server.serve(sockets=[listening]), name="endpoint")
         try:
@@ -111,15 +116,20 @@ class EndpointServer:
             await calls.close()
 
     def _app(self) -> Starlette:
-        below, known = "/r/{rollout}/v1", {path: self._answering(api) for path, api in APIS.items()}
-        known["/messages/count_tokens"] = self._count
-        known["/reward"] = self._reward
-        safe = self._safe
-        routes = [Route(f"{below}{path}", safe(known[path]), methods=["POST"]) for path in known]
-        for path in ("/models", "/models/{model:path}"):
-            routes += [Route(f"{below}{path}", safe(self._models), methods=["GET"])]
-        handlers: Mapping[Any, Any] = {HTTPException: _unknown, Exception: _broken}
-        return Starlette(routes=routes, exception_handlers=handlers)
+        posts = {path: self._answering(api) for path, api in APIS.items()}
+        posts["/messages/count_tokens"] = self._count
+        gets = dict.fromkeys(("/models", "/models/{model:path}"), self._models)
+        routes = [
+            Route(f"{self.below}{path}", self._safe(handle), methods=[method])
+            for method, handlers in (("POST", posts), ("GET", gets))
+            for path, handle in handlers.items()
+        ]
+        errors: Mapping[Any, Any] = {HTTPException: _unknown, Exception: _broken}
+        return Starlette(routes=[*routes, self._own_route()], exception_handlers=errors)
+
+    def _own_route(self) -> Route:
+        """What only this kind of server has."""
+        return Route(f"{self.below}/reward", self._safe(self._reward), methods=["POST"])
 
     def _safe(self, handle: Handler) -> Handler:
         """A handler whose CallErrors become answers; the first invalid call of a kind is logged."""

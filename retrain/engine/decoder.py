@@ -41,7 +41,7 @@ class SamplerStats:
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
-class Request:
+class QueuedRequest:
     """Completions of one prompt, one per key."""
 
     prompt_ids: Sequence[int]
@@ -67,10 +67,10 @@ class Request:
 
 
 @dataclass(slots=True, eq=False)
-class Row:
+class LiveRow:
     """One unfinished completion."""
 
-    request: Request
+    request: QueuedRequest
     index: int
     params: SamplingParams
     key: int
@@ -98,7 +98,7 @@ class Decoder:
         """`fused` decodes in place of the model's forward."""
         self.model, self.tokenizer, self.version = model, tokenizer, version
         self.stats = stats
-        self.rows: list[Row] = []
+        self.rows: list[LiveRow] = []
         self._cache = make_cache(model.config.get_text_config(), max_rows)
         self._fused = fused
         self._drawer: Drawer | None = None  # None if the rows have changed since the last step
@@ -106,15 +106,15 @@ class Decoder:
         self._known = inspect.signature(model.forward).parameters
         self._device = model.device  # transformers finds it anew for each access
 
-    def admit(self, requests: Sequence[Request]) -> list[Request]:
+    def admit(self, requests: Sequence[QueuedRequest]) -> list[QueuedRequest]:
         """Prefill the requests and draw the first token of each row."""
         lengths = [len(request.prompt_ids) for request in requests]
-        done: list[Request] = []
+        done: list[QueuedRequest] = []
         for chunk in of_like_length(lengths, PREFILL_TOKENS):
             done += self._admit([requests[index] for index in chunk])
         return done
 
-    def step(self) -> list[Request]:
+    def step(self) -> list[QueuedRequest]:
         """Draw one more token for every row."""
         self._drop_cancelled()
         if not self.rows:
@@ -136,7 +136,7 @@ class Decoder:
             self._retain(kept)
         return done
 
-    def _admit(self, requests: Sequence[Request]) -> list[Request]:
+    def _admit(self, requests: Sequence[QueuedRequest]) -> list[QueuedRequest]:
         past = self._cache.empty_prefill()
         ids, inputs = _padded([r.prompt_ids for r in requests], self._device)
         logits = self._forward(ids, past, inputs)
@@ -144,7 +144,7 @@ class Decoder:
         for source, request in enumerate(requests):
             for index, key in enumerate(request.keys):
                 mask = None if request.mask is None else request.mask()
-                rows.append(Row(request, index, request.stopping.params, key, mask))
+                rows.append(LiveRow(request, index, request.stopping.params, key, mask))
                 sources.append(source)
         drawer = Drawer(rows, self._device)
         drawn = drawer(logits[torch.tensor(sources, device=logits.device)])
@@ -167,10 +167,12 @@ class Decoder:
         logits: Tensor = self.model(ids, past_key_values=past, use_cache=True, **known).logits
         return logits[:, -1]
 
-    def _record(self, rows: Sequence[Row], drawn: Drawn) -> tuple[list[Request], list[int]]:
+    def _record(
+        self, rows: Sequence[LiveRow], drawn: Drawn
+    ) -> tuple[list[QueuedRequest], list[int]]:
         """Record what was drawn; returns the finished requests and the unfinished rows."""
         self.stats.tokens += len(rows)
-        done: list[Request] = []
+        done: list[QueuedRequest] = []
         kept: list[int] = []
         for i, (row, token, logprob, top) in enumerate(zip(rows, *drawn, strict=True)):
             row.token_ids.append(token)

@@ -82,22 +82,15 @@ class Drawer:
     """Draws one token per row and step; made anew when the rows change."""
 
     def __init__(self, rows: Sequence[Drawing], device: torch.device) -> None:
-        keys = np.array([row.key for row in rows], dtype=np.uint64)
-        drawn = np.array([len(row.token_ids) + 1 for row in rows], dtype=np.uint64)
-        self._states = keys + drawn * GOLDEN
-        self._device = device
-        params = [row.params for row in rows]
-        greedy = [p.temperature == 0 for p in params]
-        heat = [p.temperature or 1.0 for p in params]
-        cut = [i for i, p in enumerate(params) if p.temperature and (p.top_k or p.top_p < 1)]
+        self._states, self._device = _states(rows), device
         self._tops = [row.top for row in rows]
         self._masks = [(i, row.mask) for i, row in enumerate(rows) if row.mask is not None]
+        temperatures = [row.params.temperature for row in rows]
+        greedy, heat = [t == 0 for t in temperatures], [t or 1.0 for t in temperatures]
         self._all_greedy = all(greedy)
         self._greedy = self._tensor(greedy) if any(greedy) else None
         self._temperature = self._tensor(heat)[:, None] if set(heat) != {1.0} else None
-        self._cut = self._tensor(cut) if cut else None
-        self._top_k = self._tensor([params[i].top_k for i in cut])[:, None]
-        self._top_p = self._tensor([params[i].top_p for i in cut])[:, None]
+        self._cut = _Cut(rows, device)
 
     def __call__(self, logits: Tensor) -> Drawn:
         """A token per row, from logits of shape (rows, vocabulary)."""
@@ -115,12 +108,10 @@ class Drawer:
             if self._greedy is not None:
                 tokens = torch.where(self._greedy, logprobs.argmax(-1), tokens)
         chosen = logprobs.gather(1, tokens[:, None]).squeeze(1)
-        if self._cut is not None:
-            tokens[self._cut], chosen[self._cut], kept = self._draw_cut(
-                logprobs[self._cut], u[self._cut]
-            )
+        if len(cut := self._cut.rows):
+            tokens[cut], chosen[cut], kept = self._cut(logprobs[cut], u[cut])
             if any(self._tops):
-                logprobs[self._cut] = kept
+                logprobs[cut] = kept
         self._states += GOLDEN
         drawn = tokens.tolist()
         for row, mask in self._masks:
@@ -144,13 +135,26 @@ class Drawer:
             for row, count in enumerate(self._tops)
         ]
 
-    def _draw_cut(self, logprobs: Tensor, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _tensor(self, values: Sequence[float]) -> Tensor:
+        return torch.tensor(values, device=self._device)
+
+
+class _Cut:
+    """The rows that may draw only some of their likeliest tokens."""
+
+    def __init__(self, rows: Sequence[Drawing], device: torch.device) -> None:
+        params = {i: row.params for i, row in enumerate(rows) if _is_cut(row.params)}
+        self.rows = torch.tensor([*params], dtype=torch.long, device=device)
+        self._top_k = torch.tensor([[p.top_k] for p in params.values()], device=device)
+        self._top_p = torch.tensor([[p.top_p] for p in params.values()], device=device)
+
+    def __call__(self, logprobs: Tensor, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Draw from the smallest set of the top-k tokens with probability top-p or more.
 
         Also returns the log-probs of all tokens in that distribution, -inf outside the set.
         """
         ordered, ids = logprobs.sort(dim=-1, descending=True, stable=True)
-        ranks = torch.arange(ordered.shape[1], device=self._device)
+        ranks = torch.arange(ordered.shape[1], device=ordered.device)
         ordered = ordered.masked_fill((self._top_k > 0) & (ranks >= self._top_k), -torch.inf)
         probs = ordered.softmax(-1)
         before = probs.cumsum(-1) - probs
@@ -162,8 +166,17 @@ class Drawer:
         drawn, chosen = (found.gather(1, place).squeeze(1) for found in (ids, ordered))
         return drawn, chosen, torch.empty_like(ordered).scatter_(1, ids, ordered)
 
-    def _tensor(self, values: Sequence[float]) -> Tensor:
-        return torch.tensor(values, device=self._device)
+
+def _states(rows: Sequence[Drawing]) -> Keys:
+    """Where each row is in its sequence of random numbers."""
+    keys = np.array([row.key for row in rows], dtype=np.uint64)
+    drawn = np.array([len(row.token_ids) + 1 for row in rows], dtype=np.uint64)
+    return keys + drawn * GOLDEN
+
+
+def _is_cut(params: SamplingParams) -> bool:
+    """Whether a row may draw only its likeliest tokens."""
+    return params.temperature > 0 and (params.top_k > 0 or params.top_p < 1)
 
 
 def top_tokens(logprobs: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -34,18 +34,22 @@ def fused_step(model: PreTrainedModel) -> FusedStep | None:
 
     Neither subclasses, other attention than sdpa, sliding windows, quantized layers nor hooks.
     """
-    config = model.config
-    if type(model) not in MODELS or config._attn_implementation != "sdpa":
-        return None
-    windows = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
-    if windows or (type(model) is MistralForCausalLM and config.sliding_window is not None):
-        return None
-    modules = list(model.modules())
-    if any(isinstance(m, nn.Linear) and type(m) is not nn.Linear for m in modules):
-        return None
-    if any(m._forward_hooks or m._forward_pre_hooks for m in modules):
-        return None
-    return FusedStep(model)
+    known = type(model) in MODELS and model.config._attn_implementation == "sdpa"
+    fits = known and not _has_windows(model) and all(map(_is_plain, model.modules()))
+    return FusedStep(model) if fits else None
+
+
+def _has_windows(model: PreTrainedModel) -> bool:
+    if type(model) is MistralForCausalLM and model.config.sliding_window is not None:
+        return True
+    return bool(set(getattr(model.config, "layer_types", None) or ()) - {"full_attention"})
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Neither quantized nor hooked."""
+    if isinstance(module, nn.Linear) and type(module) is not nn.Linear:
+        return False
+    return not (module._forward_hooks or module._forward_pre_hooks)
 
 
 @dataclass(frozen=True, slots=True)

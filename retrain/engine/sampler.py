@@ -19,14 +19,14 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from retrain.engine.decoder import Request, SamplerStats
+from retrain.engine.decoder import QueuedRequest, SamplerStats
 from retrain.engine.drawing import Mask, Top, row_keys, top_tokens
 from retrain.engine.lengths import of_like_length
 from retrain.engine.limits import Limits, check_params
 from retrain.engine.losses import token_logprobs
 from retrain.engine.stopping import Stopping
 from retrain.engine.weights import LoraWeights
-from retrain.engine.worker import Call, Worker
+from retrain.engine.worker import Worker, WorkerCall
 from retrain.sampler import SamplingParams, Tokenizer
 from retrain.types import Completion
 
@@ -76,7 +76,7 @@ class LocalSampler:
         self._tokenizer = tokenizer
         self._always_stop = eos_ids(model, tokenizer)
         self._max_rows = max_rows
-        self._outbox: list[Request | Call] = []
+        self._outbox: list[QueuedRequest | WorkerCall] = []
         own = copy.deepcopy(model).requires_grad_(False)
         own.train(False)
         self._worker = Worker(own, tokenizer, max_rows=max_rows, isolate=isolate, threads=threads)
@@ -125,7 +125,7 @@ class LocalSampler:
         stopping = Stopping(params, self._tokenizer, always, room)
         loop, prompt, keys = asyncio.get_running_loop(), list(prompt_ids), row_keys(params.seed, n)
         requests = [
-            Request(
+            QueuedRequest(
                 prompt,
                 stopping,
                 keys[first : first + self._max_rows],
@@ -207,11 +207,11 @@ class LocalSampler:
         await self.close()
 
     async def _call(self, run: Callable[[], Any]) -> Any:  # whatever `run` returns
-        call = Call(run, asyncio.get_running_loop().create_future())
+        call = WorkerCall(run, asyncio.get_running_loop().create_future())
         self._submit([call])
         return await call.future
 
-    def _submit(self, items: Sequence[Request | Call]) -> None:
+    def _submit(self, items: Sequence[QueuedRequest | WorkerCall]) -> None:
         """Submit the requests of one turn of the event loop together, to share a prefill."""
         if not self._worker.started:
             raise RuntimeError("the sampler has not started; use it in `async with`")
@@ -259,7 +259,7 @@ def _shifted(
     return lambda row, token_ids: watch(first + row, token_ids)
 
 
-def _cancel(requests: Sequence[Request]) -> None:
+def _cancel(requests: Sequence[QueuedRequest]) -> None:
     for request in requests:
         request.cancelled = True
         if request.future.done() and not request.future.cancelled():

@@ -16,14 +16,12 @@ always a prefix of the rendering of its continuation.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
-import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -115,34 +113,15 @@ def tiny_folder(cache: Path | None = None) -> Path:
     if (folder / "config.json").is_file():
         return folder
     cache.mkdir(parents=True, exist_ok=True)
-    with _one_builder(cache):
-        if (folder / "config.json").is_file():
-            return folder
-        draft = Path(tempfile.mkdtemp(prefix=DRAFT, dir=cache))
+    with tempfile.TemporaryDirectory(prefix=DRAFT, dir=cache) as draft:
+        built = Path(draft, folder.name)
+        _build(built)
         try:
-            _build(draft)
-            draft.chmod(0o755)  # mkdtemp's folders are private
-            draft.rename(folder)
+            built.rename(folder)
         except OSError:
             if not (folder / "config.json").is_file():  # otherwise another process built it first
                 raise
-        finally:
-            shutil.rmtree(draft, ignore_errors=True)
     return folder
-
-
-@contextmanager
-def _one_builder(cache: Path) -> Iterator[None]:
-    """Wait for other builders, and remove the drafts of those that were killed."""
-    lock = os.open(cache, os.O_RDONLY)
-    try:
-        with suppress(OSError):  # some network disks can't lock a folder; a draft is unique
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            for draft in cache.glob(f"{DRAFT}*"):
-                shutil.rmtree(draft, ignore_errors=True)
-        yield
-    finally:
-        os.close(lock)
 
 
 def default_cache() -> Path:

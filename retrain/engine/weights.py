@@ -10,7 +10,7 @@ import copy
 import json
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,19 +72,17 @@ def lora_snapshot(
 def check_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Raise AdapterError unless `weights` are exactly those of `model`, in names and shapes."""
     targets = model.state_dict()
-    problems: dict[str, list[str]] = {"missing": [], "untied": []}
-    for names in _tied(targets):
-        given = [weights[name] for name in names if name in weights]
-        if not given:
-            problems["missing"].append(names[0])
-        elif not all(_same(given[0], other) for other in given[1:]):
-            problems["untied"].append(" = ".join(names))
-    problems["unknown"] = sorted(weights.keys() - targets.keys())
-    problems["wrong shape"] = [
-        f"{name} {tuple(weights[name].shape)} for {tuple(targets[name].shape)}"
-        for name in sorted(weights.keys() & targets.keys())
-        if weights[name].shape != targets[name].shape
-    ]
+    tied = _tied(targets)
+    problems = {
+        "missing": [names[0] for names in tied if weights.keys().isdisjoint(names)],
+        "untied": [" = ".join(names) for names in tied if not _all_same(weights, names)],
+        "unknown": sorted(weights.keys() - targets.keys()),
+        "wrong shape": [
+            f"{name} {tuple(weights[name].shape)} for {tuple(targets[name].shape)}"
+            for name in sorted(weights.keys() & targets.keys())
+            if weights[name].shape != targets[name].shape
+        ],
+    }
     found = "; ".join(f"{what}: {names[:3]}" for what, names in problems.items() if names)
     if found:
         raise AdapterError(
@@ -93,7 +91,7 @@ def check_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
         )
 
 
-def _tied(weights: Mapping[str, Tensor]) -> Iterable[list[str]]:
+def _tied(weights: Mapping[str, Tensor]) -> Collection[list[str]]:
     """The names of each tensor: several where weights are tied."""
     names: dict[int, list[str]] = {}
     for name, tensor in weights.items():
@@ -157,6 +155,12 @@ def _saved(wrapper: Any) -> dict[str, Tensor]:  # a peft wrapper
         return state
     trained: dict[str, Tensor] = wrapper.modules_to_save[wrapper.active_adapters[0]].state_dict()
     return trained
+
+
+def _all_same(weights: Mapping[str, Tensor], names: Iterable[str]) -> bool:
+    """Whether those of these names that are given are equal."""
+    given = [weights[name] for name in names if name in weights]
+    return all(_same(given[0], other) for other in given[1:])
 
 
 def _same(one: Tensor, other: Tensor) -> bool:

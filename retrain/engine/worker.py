@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from retrain.engine.decoder import Decoder, Request, SamplerStats
+from retrain.engine.decoder import Decoder, QueuedRequest, SamplerStats
 from retrain.engine.fused import FusedStep, fused_step
 from retrain.engine.kv_cache import shares_rows
 from retrain.engine.weights import check_weights, copy_weights
@@ -33,7 +33,7 @@ from retrain.sampler import Tokenizer
 
 
 @dataclass(slots=True, eq=False)
-class Call:
+class WorkerCall:
     """A function to run between two passes, such as a change of weights."""
 
     run: Callable[[], Any]  # returns the result of the future
@@ -56,6 +56,12 @@ class Generation:
     def rows(self) -> int:
         return sum(len(decoder.rows) for decoder in self.decoders)
 
+    def step(self, keep_empty: bool) -> list[QueuedRequest]:
+        """One pass of every batch; without `keep_empty`, drops the batches that it finishes."""
+        done = [request for decoder in self.decoders for request in decoder.step()]
+        self.decoders = [one for one in self.decoders if keep_empty or one.rows]
+        return done
+
 
 class Worker:
     """Takes requests and calls from any thread; results go to the loops of their futures."""
@@ -76,9 +82,9 @@ class Worker:
         self.current = Generation(model, 0)
         self._draining: list[Generation] = []
         self._spare: Generation | None = None
-        self._waiting: deque[Request] = deque()
-        self._open: weakref.WeakSet[Request] = weakref.WeakSet()  # frees cancelled ones
-        self._inbox: queue.SimpleQueue[Sequence[Request | Call]] = queue.SimpleQueue()
+        self._waiting: deque[QueuedRequest] = deque()
+        self._open: weakref.WeakSet[QueuedRequest] = weakref.WeakSet()  # frees cancelled ones
+        self._inbox: queue.SimpleQueue[Sequence[QueuedRequest | WorkerCall]] = queue.SimpleQueue()
         self._gate = threading.Lock()  # held by submit and by the end of the thread
         self._failure: AdapterError | None = None
         self._closing = False
@@ -101,7 +107,7 @@ class Worker:
         self._thread.start()
         atexit.register(self._end_before_exit)
 
-    def submit(self, items: Sequence[Request | Call]) -> None:
+    def submit(self, items: Sequence[QueuedRequest | WorkerCall]) -> None:
         """Queue items together; if the worker has ended, their futures get AdapterError."""
         with self._gate:
             if self._failure is None:
@@ -135,7 +141,7 @@ class Worker:
         self._thread.join(2.0)
 
     def publish(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Serve `weights` from now on; run as a Call."""
+        """Serve `weights` from now on; run as a WorkerCall."""
         check_weights(self.current.model, weights)
         target = self.current
         if target.rows:
@@ -168,13 +174,13 @@ class Worker:
         while wait or not self._inbox.empty():
             wait = False
             for item in self._inbox.get():
-                if isinstance(item, Request):
+                if isinstance(item, QueuedRequest):
                     self._waiting.append(item)
                     self._open.add(item)
                 else:
                     self._call(item)
 
-    def _call(self, call: Call) -> None:
+    def _call(self, call: WorkerCall) -> None:
         try:
             result = call.run()
         except Exception as error:  # noqa: BLE001 - it belongs to whoever asked
@@ -184,7 +190,7 @@ class Worker:
 
     def _admit(self) -> None:
         """Admit requests in order while their rows fit."""
-        batch: list[Request] = []
+        batch: list[QueuedRequest] = []
         room = self.max_rows - self.stats.rows
         while self._waiting:
             request = self._waiting[0]
@@ -210,19 +216,16 @@ class Worker:
 
     def _step(self) -> None:
         """One pass of every batch; keeps one generation without rows as the spare."""
-        done: list[Request] = []
+        done: list[QueuedRequest] = []
         for generation in (*self._draining, self.current):
-            for decoder in generation.decoders:
-                done += decoder.step()
-            if self._alone:
-                generation.decoders = [d for d in generation.decoders if d.rows]
+            done += generation.step(keep_empty=not self._alone)
         drained = [generation for generation in self._draining if not generation.rows]
         self._draining = [generation for generation in self._draining if generation.rows]
         self._spare = self._spare or next(iter(drained), None)
         self.stats.rows = sum(g.rows for g in (*self._draining, self.current))
         self._finish(done)
 
-    def _finish(self, requests: Sequence[Request]) -> None:
+    def _finish(self, requests: Sequence[QueuedRequest]) -> None:
         for request in requests:
             self._open.discard(request)
             _resolve(request.future, request.completions)
@@ -231,7 +234,7 @@ class Worker:
         """Fail all waiting items; the gate prevents new ones."""
         with self._gate:
             self._failure = failure
-        left: list[Request | Call] = [*self._open]
+        left: list[QueuedRequest | WorkerCall] = [*self._open]
         while not self._inbox.empty():
             left += self._inbox.get()
         for item in left:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import chain
 from statistics import fmean
 from typing import Any
 
@@ -38,17 +39,22 @@ def charts(rows: Sequence[Row], evaluations: Sequence[Row]) -> list[dict[str, An
     components = [key for key in keys if key.startswith("reward/") and key.endswith("/mean")]
     rewards = list(dict.fromkeys(["reward/mean", *components]))
     main = [_chart(title, names, rows, "main") for title, names in MAIN]
-    used = {"step", "version", *rewards, *(name for _, names in MAIN for name in names)}
-    further = []
-    for name in [component.removesuffix("/mean") for component in components]:
-        spread = [key for end in SPREAD if (key := f"{name}/{end}") in keys]
-        if spread:
-            further.append(_chart(name, [f"{name}/mean", *spread], rows, "further"))
-            used.update(spread)
-    others = [key for key in keys if key not in used and not key.startswith("eval/")]
-    further += [_chart(key, [key], rows, "further") for key in others]
+    further = [_chart(title, names, rows, "further") for title, names in _further(keys, rewards)]
     drawn = [_chart("Reward", rewards, rows, "wide"), _evaluation(evaluations), *main, *further]
     return [chart for chart in drawn if chart["series"]]
+
+
+def _further(keys: Sequence[str], rewards: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """Titles and keys of the charts of what no other chart shows: spreads, then single keys."""
+    spreads = [
+        (name, [f"{name}/mean", *found])
+        for name in [mean.removesuffix("/mean") for mean in rewards]
+        if (found := [key for end in SPREAD if (key := f"{name}/{end}") in keys])
+    ]
+    drawn = chain.from_iterable(names for _, names in (*MAIN, *spreads))
+    used = {"step", "version", *rewards, *drawn}
+    others = [key for key in keys if key not in used and not key.startswith("eval/")]
+    return spreads + [(key, [key]) for key in others]
 
 
 def _evaluation(events: Sequence[Row]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from retrain.errors import first_of, printable
 from retrain.observe.callbacks import Callback, Run, TrainingResult
-from retrain.observe.progress import Progress, closing, counted_steps, evaluation, near
+from retrain.observe.progress import RunProgress, closing, counted_steps, evaluation, near
 from retrain.observe.streams import let_go
 from retrain.types import Metrics
 
@@ -47,7 +47,7 @@ class Console(Callback):
         )
         self._every_seconds = every_seconds
         self._clock = clock
-        self._progress = Progress(0, clock=clock)
+        self._progress = RunProgress(0, clock=clock)
         self._printed_step = -1
         self._printed_at = 0.0
         self._live: Live | None = None
@@ -72,7 +72,7 @@ class Console(Callback):
 
     def on_train_begin(self, trainer: Run) -> None:
         self.training = True
-        self._progress = Progress(
+        self._progress = RunProgress(
             trainer.total_steps,
             trainer.step,
             unicode=self._stream.encoding.lower().replace("-", "").startswith("utf"),

@@ -10,11 +10,9 @@ from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
-import yaml
-
 from retrain.config import RunConfig
 from retrain.errors import ConfigError
-from retrain.observe.run_dir import CONFIG, EVENTS, LOADER
+from retrain.observe.run_dir import EVENTS, read_config
 
 
 def wanted_folder(config: RunConfig) -> Path:
@@ -76,8 +74,5 @@ def _numbered(wanted: Path, name: str | None) -> dict[int, Path]:
 
 def _name(folder: Path, default: str | None) -> str | None:
     """The name of the run in `folder`; `default` if it can't be read."""
-    try:
-        loaded = yaml.load((folder / CONFIG).read_text(encoding="utf-8"), Loader=LOADER)
-    except (OSError, ValueError, yaml.YAMLError):
-        return default
-    return loaded.get("name", default) if isinstance(loaded, dict) else default
+    name: str | None = read_config(folder)[0].get("name", default)
+    return name

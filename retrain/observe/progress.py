@@ -37,12 +37,12 @@ _ELSEWHERE = ("reward", "no-signal groups", "failed rollouts")
 """Shown in other rows of the live display."""
 MEASURES = ("loss", "perplexity", "dpo/accuracy")
 """Metrics of an evaluation on rows of a dataset."""
-SCORES = ("eval/reward/mean", "eval/loss")
-"""By which evaluations are compared."""
+SCORES: Mapping[str, Callable[..., Row]] = {"eval/reward/mean": max, "eval/loss": min}
+"""By which evaluations are compared, and which one is the best."""
 
 
 @dataclass(slots=True)
-class Progress:
+class RunProgress:
     """The progress of one run, updated by the hooks of a callback."""
 
     total_steps: int
@@ -181,20 +181,20 @@ def milestones(evaluations: Sequence[Row]) -> list[tuple[str, str]]:
 
     They are compared by the mean reward, or by the loss.
     """
-    key = next((key for key in SCORES for one in evaluations if known(one.get(key))), "")
-    found = [one for one in evaluations if known(one.get(key))]
-    if not found:
-        return []
-    best = (min if key == "eval/loss" else max)(found, key=itemgetter(key))
-    marks = {"best": best, "last": found[-1]} if len(found) > 1 else {}
+    for key, least_or_most in SCORES.items():
+        if found := [one for one in evaluations if known(one.get(key))]:
+            first, best, last = found[0], least_or_most(found, key=itemgetter(key)), found[-1]
+            marks = {"best": best, "last": last} if len(found) > 1 else {}
+            chosen = {id(one): one for one in (first, best, last)}
+            return [(number(one[key]), _place(one, marks)) for one in chosen.values()]
+    return []
 
-    def place(one: Row) -> str:
-        names = ", ".join(name for name, other in marks.items() if other is one)
-        step = f"at step {one['eval/step']:.0f}" if one["eval/step"] else "before training"
-        return f"{step} ({names})" if names else step
 
-    chosen = {id(one): one for one in (found[0], best, found[-1])}
-    return [(number(one[key]), place(one)) for one in chosen.values()]
+def _place(one: Row, marks: Mapping[str, Row]) -> str:
+    """When an evaluation took place, and which of the marked ones it is."""
+    names = ", ".join(name for name, other in marks.items() if other is one)
+    step = f"at step {one['eval/step']:.0f}" if one["eval/step"] else "before training"
+    return f"{step} ({names})" if names else step
 
 
 def samples_in(evaluation: Row) -> str:
@@ -209,15 +209,7 @@ def closing(
     """The summary at the end of a run, as (label, text) lines."""
     steps = counted_steps(result.total_steps)
     lines: list[tuple[str, str]] = [(result.status, f"{steps} in {clock_text(seconds)}")]
-    first, last = result.first_tenth_reward, result.last_tenth_reward
-    if has_trend(result.history):
-        moved = f"{first:.3f} in the first tenth -> {last:.3f} in the last ({last - first:+.3f})"
-        lines.append(("reward", moved))
-    elif rewards := [r["reward/mean"] for r in result.history if known(r.get("reward/mean"))]:
-        few = counted_steps(len(rewards))
-        lines.append(("reward", f"{fmean(rewards):.3f} on average over {few}: too few for a trend"))
-    elif len(losses := [row["loss"] for row in result.history if "loss" in row]) > 1:
-        lines.append(("loss", f"{number(losses[0])} in the first step -> {number(losses[-1])}"))
+    lines += _course(result)
     if result.evaluations:
         results = " -> ".join(map(" ".join, milestones(result.evaluations)))
         lines.append(("eval", results + samples_in(result.evaluations[-1])))
@@ -235,6 +227,21 @@ def closing(
     if tally.memory:
         lines.append(("memory", in_words(tally.memory)))
     return lines + _places(result)
+
+
+def _course(result: TrainingResult) -> list[tuple[str, str]]:
+    """How the reward changed, or the loss of a run without rewards."""
+    if has_trend(result.history):
+        first, last = result.first_tenth_reward, result.last_tenth_reward
+        moved = f"{first:.3f} in the first tenth -> {last:.3f} in the last ({last - first:+.3f})"
+        return [("reward", moved)]
+    if rewards := [row["reward/mean"] for row in result.history if known(row.get("reward/mean"))]:
+        few = counted_steps(len(rewards))
+        return [("reward", f"{fmean(rewards):.3f} on average over {few}: too few for a trend")]
+    losses = [row["loss"] for row in result.history if "loss" in row]
+    if len(losses) < 2:
+        return []
+    return [("loss", f"{number(losses[0])} in the first step -> {number(losses[-1])}")]
 
 
 def _places(result: TrainingResult) -> list[tuple[str, str]]:

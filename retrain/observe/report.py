@@ -15,8 +15,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import yaml
-
 from retrain.concurrency.locks import in_use
 from retrain.errors import ConfigError, first_of
 from retrain.jsonable import plain
@@ -26,11 +24,10 @@ from retrain.observe.failure import ERROR
 from retrain.observe.journal import Row, known, read_lines
 from retrain.observe.progress import clock_text, milestones, near, samples_in, short
 from retrain.observe.run_dir import (
-    CONFIG,
     EVENTS,
-    LOADER,
     REPORT,
     ROLLOUTS,
+    read_config,
     read_events,
     read_metrics,
     surviving,
@@ -65,7 +62,7 @@ def digest(run_dir: Path) -> dict[str, Any]:  # any: JSON values
     status = _status(run_dir, every_event)
     rows = read_metrics(run_dir)
     samples = Samples(read_lines(run_dir / ROLLOUTS))
-    config, shown = _config(run_dir)
+    config, shown = read_config(run_dir)
     found = fates(events)
     wasted = waste(found)
     outcomes = found.outcomes
@@ -145,18 +142,21 @@ def _facts(
 ) -> list[dict[str, str]]:
     """The numbers at the top of the page."""
     steps = config.get("train", {}).get("total_train_steps")
-    seconds = sum(float(row.get("time/step") or 0.0) for row in rows)
-    if not seconds and events:
-        seconds = float(events[-1]["time"]) - float(events[0]["time"])
     facts = [
         ("steps", f"{rows[-1]['step'] if rows else 0}" + (f" of {steps}" if steps else "")),
         *_rewards([{k: v for k, v in row.items() if v is not None} for row in rows]),
         *_evaluated(evaluations),
-        ("time", clock_text(seconds)),
+        ("time", clock_text(_seconds(rows, events))),
         ("rollouts", f"{found.outcomes.total():,}"),
         ("sampled tokens", short(sum(found.tokens.values()))),
     ]
     return [{"label": label, "value": value} for label, value in facts]
+
+
+def _seconds(rows: Sequence[Row], events: Sequence[Event]) -> float:
+    """The time of all steps; without one, that between the first event and the last."""
+    steps = sum(float(row.get("time/step") or 0.0) for row in rows)
+    return steps or (float(events[-1]["time"]) - float(events[0]["time"]) if events else 0.0)
 
 
 def _rewards(rows: Sequence[Row]) -> list[tuple[str, str]]:
@@ -213,19 +213,6 @@ def _changed(event: Event) -> str:
 
 def _counted(counter: Counter[str]) -> list[dict[str, Any]]:
     return [{"name": name, "count": count} for name, count in counter.most_common(MAX_CAUSES)]
-
-
-def _config(run_dir: Path) -> tuple[dict[str, Any], str]:
-    """The run's config, and its text without the comment at its top."""
-    text = ""
-    try:
-        text = (run_dir / CONFIG).read_text(encoding="utf-8")
-        loaded = yaml.load(text, Loader=LOADER)
-    except (OSError, ValueError, yaml.YAMLError):  # a report of a damaged run is still useful
-        loaded = None
-    if text.startswith("#"):
-        text = text.partition("\n")[2]
-    return (loaded if isinstance(loaded, dict) else {}), text
 
 
 def _embedded(data: dict[str, Any]) -> str:

@@ -24,7 +24,8 @@ def encoded(group: Group, *, tokens: bool = False) -> list[bytes]:
     for _, alike in groupby(group.trajectories, _opening):
         rollouts = list(alike)
         shared = _shared(rollouts[0])
-        start = encode_any(shared)[:-1] + b","
+        known = type(shared.get("answer", "")) is str and "metadata" not in shared
+        start = (encode if known else encode_any)(shared)[:-1] + b","
         if b'"nonfinite":' in start:  # each line has one list of those
             lines += [encode_any(shared | _line(t, tokens))[:-1] for t in rollouts]
         else:

@@ -264,6 +264,18 @@ def _in_use_by(process: str, path: Path) -> ConfigError:
     )
 
 
+def read_config(path: Path) -> tuple[dict[str, Any], str]:  # any: YAML values
+    """The config of a run, and its text without the comment at its top; empty if it is damaged."""
+    text = ""
+    try:
+        text = (path / CONFIG).read_text(encoding="utf-8")
+        loaded = yaml.load(text, Loader=LOADER)
+    except (OSError, ValueError, yaml.YAMLError):
+        loaded = None
+    text = text.partition("\n")[2] if text.startswith("#") else text
+    return (loaded if isinstance(loaded, dict) else {}), text
+
+
 def read_events(path: Path) -> Iterator[dict[str, Any]]:  # any: JSON values
     """All events of a run directory in order, void ones included."""
     return read_lines(path / EVENTS)
@@ -274,14 +286,15 @@ def surviving(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
     A checkpoint has the state of its `snapshot{step}` event, which is on the disk before the
     checkpoint exists. A resume voids all later events: whatever was issued or sampled while the
-    checkpoint was written is done again. Without such a snapshot, the cut is at the
-    `checkpoint{step}` event, else at the first event of a later step. `anew` voids all: the run was
-    killed while it wrote its first checkpoint, or before.
+    checkpoint was written is done again. `anew` voids all: the run was killed while it wrote its
+    first checkpoint, or before.
     """
     kept: list[dict[str, Any]] = []
     for event in events:
         if event["event"] == "resumed":
-            del kept[0 if event.get("anew") else _cut(kept, int(event["from_step"])) :]
+            snapshot = None if event.get("anew") else event["from_step"]
+            while kept and (kept[-1]["event"], kept[-1].get("step")) != ("snapshot", snapshot):
+                kept.pop()
         kept.append(event)
     return kept
 
@@ -306,18 +319,6 @@ def read_evaluations(path: Path) -> list[dict[str, Any]]:
     ]
 
 
-def _cut(events: list[dict[str, Any]], from_step: int) -> int:
-    """How many of `events` the checkpoint of `from_step` includes."""
-    for kind in ("snapshot", "checkpoint"):
-        for index in range(len(events) - 1, -1, -1):
-            if events[index]["event"] == kind and events[index].get("step") == from_step:
-                return index + 1
-    if from_step == 0:
-        return 0
-    later = (i for i, event in enumerate(events) if (event.get("step") or 0) > from_step)
-    return next(later, len(events))
-
-
 _HEADERS = "authorization", "token"
 """Names that a config may give a literal value, and that files show without it."""
 _URL_LOGIN = re.compile(r"(?<=://)(?![^/@\s]*\$\{)[^/@\s]+@")
@@ -331,7 +332,10 @@ def resolved(config: RunConfig) -> dict[str, Any]:  # any: plain YAML values
 
 def as_yaml(config: RunConfig) -> str:
     """`resolved` as a config file, which works in any folder."""
-    values = _without_secrets(plain(escaped(config.model_dump())))
+    values = config.model_dump()
+    if "${" in repr(values):
+        values = escaped(values)
+    values = _without_secrets(plain(values))
     text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
     return f"{BASE_DIR_NOTE}{config.base_dir.absolute()}\n{text}"
 

@@ -65,34 +65,36 @@ class Samples:
     def _add(self, seats: Sequence[Rollout]) -> None:
         """Add a rollout: one line, or one of each of its seats."""
         whole = seats[0] if len(seats) == 1 else {**seats[0], "seats": seats}
+        held_out = str(whole.get("ticket")).startswith("-")
         failed = [seat for seat in seats if seat.get("outcome") != "ok"]
-        if str(whole.get("ticket")).startswith("-"):
+        for seat in failed:
+            self.errors.add(f"eval: {_cause(seat)}" if held_out else _cause(seat))
+        if held_out:
             self.evaluated += len(seats)
             self._keep("eval", whole)
-            for seat in failed:
-                self.errors.add(f"eval: {_cause(seat)}")
-            return
-        self.count += len(seats)
-        for seat in seats:
-            self.stop_reasons.update(seat.get("stop_reasons") or ())
-            self.seconds.update(seat.get("seconds") or {})
-            self._add_components(seat)
+        else:
+            for seat in seats:
+                self._count(seat)
+            self._pick(whole, failed, [float(r) for s in seats if known(r := s.get("reward"))])
+
+    def _pick(self, whole: Rollout, failed: Sequence[Rollout], rewards: Sequence[float]) -> None:
         if len(self._kept["first"]) < PICKED:
             self._keep("first", whole)
         self._keep("last", whole)
-        for seat in failed:
-            self.errors.add(_cause(seat))
         if failed:
             self._keep("failed", whole)
-        elif rewards := [float(r) for s in seats if known(r := s.get("reward"))]:
+        elif rewards:
             self._keep("best", whole, max(rewards))
             self._keep("worst", whole, -min(rewards))
 
-    def _add_components(self, seat: Rollout) -> None:
-        if seat.get("outcome") == "ok":
-            for name, value in (seat.get("rewards") or {}).items():
-                if known(value):
-                    self.components.setdefault(name, Histogram()).add(float(value))
+    def _count(self, seat: Rollout) -> None:
+        self.count += 1
+        self.stop_reasons.update(seat.get("stop_reasons") or ())
+        self.seconds.update(seat.get("seconds") or {})
+        scored = (seat.get("rewards") or {}) if seat.get("outcome") == "ok" else {}
+        for name, value in scored.items():
+            if known(value):
+                self.components.setdefault(name, Histogram()).add(float(value))
 
     def _keep(self, kind: str, rollout: Rollout, rank: float | None = None) -> None:
         """Keep the highest ranks; of equal ones the latest, since it shows the current model."""

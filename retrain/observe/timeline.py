@@ -37,17 +37,18 @@ def fates(events: Sequence[Event]) -> Fates:
     """What happened to each ticket, from the surviving events."""
     found = Fates()
     for event in events:
+        ticket = str(event.get("ticket"))
         match event["event"]:
             case "issued":
-                found.tokens.setdefault(str(event.get("ticket")), 0)
+                found.tokens.setdefault(ticket, 0)
             case "rollout":
-                found.tokens[str(event.get("ticket"))] = int(event.get("tokens") or 0)
+                found.tokens[ticket] = int(event.get("tokens") or 0)
                 found.outcomes.update(event.get("outcomes") or ())
             case "dropped":
-                found.dropped[str(event.get("ticket"))] = str(event.get("cause", "unknown"))
+                found.dropped[ticket] = str(event.get("cause", "unknown"))
             case "update":
-                step = int(event.get("step") or 0)
-                found.trained.update((str(ticket), step) for ticket in event.get("tickets") or ())
+                trained = map(str, event.get("tickets") or ())
+                found.trained.update(dict.fromkeys(trained, int(event.get("step") or 0)))
     return found
 
 
@@ -136,21 +137,21 @@ def _outages(events: Sequence[Event]) -> list[tuple[float, float]]:
     away: set[str] = set()
     since = 0.0
     for event in events:
-        kind, began, before = event["event"], float(event["time"]), bool(away)
-        if kind == "outage" and event.get("state") == "began":
-            away.add(kind)
-        elif kind == "server" and not event.get("up"):
-            away.add(kind)
-            began -= float(event.get("seconds") or 0.0)
-        elif kind in ("outage", "server"):
-            away.discard(kind)
-        elif kind in ("resumed", "end"):
+        kind, time, before = event["event"], float(event["time"]), bool(away)
+        if kind in ("resumed", "end"):
             away.clear()
+        elif kind in ("outage", "server"):
+            (away.add if _begins(event) else away.discard)(kind)
         if away and not before:
-            since = began
+            since = time - float(event.get("seconds") or 0.0)  # of a server that was found down
         elif before and not away:
-            found.append((since, float(event["time"])))
+            found.append((since, time))
     return found
+
+
+def _begins(event: Event) -> bool:
+    """Whether an event of an outage is its begin."""
+    return event.get("state") == "began" if event["event"] == "outage" else not event.get("up")
 
 
 def _overlap(outages: Sequence[tuple[float, float]], start: float, end: float) -> float:

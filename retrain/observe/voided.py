@@ -1,7 +1,7 @@
 """Move the lines that a resume voids out of a journal, into `voided/` beside it.
 
 The lines are copied and synced before they are removed, so that a kill in between loses none; the
-next resume then finds the copy and only removes them.
+next resume then copies them again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ def cut(path: Path, size: int) -> None:
         if start is None:
             return
         _keep(path, start)
-        _truncate(path, start)
+        os.truncate(path, start)
+        sync(path)
     except OSError as error:
         raise RunError(
             f"can't move the voided lines of {path}: {error.strerror or error}; free some space, "
@@ -46,35 +47,14 @@ def _line_start(path: Path, size: int) -> int | None:
 
 
 def _keep(path: Path, start: int) -> None:
-    """Copy the end of `path` from `start` on, unless the last copy is the same."""
+    """Copy the end of `path` from `start` on."""
     folder = path.with_name(VOIDED)
     folder.mkdir(exist_ok=True)
     names = (folder / f"{path.stem}.{number}{path.suffix}" for number in count(1))
-    last, target = None, next(names)
-    while target.exists():
-        last, target = target, next(names)
-    if last is not None and _same(path, start, last):
-        return
     temporary = folder / f".{path.name}.partial"
     with path.open("rb") as source, temporary.open("wb") as copy:
         source.seek(start)
         shutil.copyfileobj(source, copy, CHUNK)
     sync(temporary)
-    temporary.rename(target)
+    temporary.rename(next(name for name in names if not name.exists()))
     sync(folder)
-
-
-def _truncate(path: Path, size: int) -> None:
-    os.truncate(path, size)
-    sync(path)
-
-
-def _same(path: Path, start: int, copy: Path) -> bool:
-    if path.stat().st_size - start != copy.stat().st_size:
-        return False
-    with path.open("rb") as one, copy.open("rb") as other:
-        one.seek(start)
-        while chunk := one.read(CHUNK):
-            if chunk != other.read(CHUNK):
-                return False
-    return True

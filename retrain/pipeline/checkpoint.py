@@ -146,15 +146,18 @@ class Checkpoints:
             return self.folder / os.readlink(mark)
         return self.folder / mark.read_text() if mark.is_file() else None
 
-    def mark_best(self, step: int) -> None:
-        """Make `best` point to this step's checkpoint, atomically; raises OSError."""
+    def mark_best(self, step: int, fault: Callable[[str], None]) -> None:
+        """Make `best` point to this step's checkpoint, atomically; report a disk that fails."""
         temporary, name = self.folder / ".best", self.path(step).name
-        temporary.unlink(missing_ok=True)
         try:
-            temporary.symlink_to(name)
-        except OSError:  # FAT and some network disks have no links
-            temporary.write_text(name)
-        temporary.replace(self.folder / "best")
+            temporary.unlink(missing_ok=True)
+            try:
+                temporary.symlink_to(name)
+            except OSError:  # FAT and some network disks have no links
+                temporary.write_text(name)
+            temporary.replace(self.folder / "best")
+        except OSError as error:
+            fault(f"can't mark step {step} as the best checkpoint: {error}")
 
 
 def read(path: Path) -> Checkpoint:

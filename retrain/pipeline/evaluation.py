@@ -16,13 +16,14 @@ from contextlib import ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Any
+from typing import Any, Protocol
 
 from retrain.adapters.base import Adapter
 from retrain.assembly import Parts
 from retrain.batching import segments
 from retrain.config import EvalConfig, RunConfig
 from retrain.losses import FLOATS
+from retrain.pipeline.checkpoint import Checkpoints
 from retrain.pipeline.meter import Meter
 from retrain.pipeline.recorder import Recorder
 from retrain.prompts import MIXTURE, PromptSource
@@ -41,6 +42,16 @@ _within: ContextVar[asyncio.Task[None] | None] = ContextVar("_within", default=N
 """The evaluation that the caller runs in: it doesn't wait for itself."""
 
 
+class Served(Protocol):
+    """The backend of a run: its adapter, the version that is served, and the trainer's scores."""
+
+    adapter: Adapter
+    version: int
+
+    @property
+    def logprobs(self) -> Score: ...
+
+
 @dataclass
 class Evaluation:
     """The evaluations of a run: one at a time, each a task beside training."""
@@ -48,35 +59,39 @@ class Evaluation:
     config: RunConfig
     parts: Parts
     record: Recorder
-    make_slot: Callable[[int, Sampler], Slot | Playback]
-    score: Score
-    mark_best: Callable[[int], None]
+    checkpoints: Checkpoints
+    backend: Served
     announce: Callable[[int, Metrics], Awaitable[None]]
     fail: Callable[[Exception], None]
     best: float = -math.inf
     """The highest mean reward (the lowest loss, negated) so far."""
-    owed: int | None = None
+    owed: int | None = 0
     """The step whose evaluation has not ended. A new run begins with one."""
+    make_slot: Callable[[int, Sampler], Slot | Playback] = field(init=False)
+    """Set when the adapter is open."""
     _task: asyncio.Task[None] | None = None
     _holds: bool = False
     """The evaluation needs the weights that are served now."""
     _row: Metrics = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        self.owed = None if self.config.eval is None else 0
+    @property
+    def section(self) -> EvalConfig:
+        """Of the config."""
+        assert self.config.eval is not None
+        return self.config.eval
 
     def due(self, step: int, *, last: bool) -> bool:
         """Whether to evaluate after this step."""
-        section = self.config.eval
-        return section is not None and (last or step % section.every == 0)
+        return last or step % self.section.every == 0
 
     async def previous(self) -> None:
         """Wait for the previous evaluation to end."""
         if self._task is not None and _within.get() is not self._task:
             await asyncio.wait([self._task])
 
-    def start(self, step: int, version: int, adapter: Adapter, beside: asyncio.TaskGroup) -> None:
-        """Evaluate the weights of this step, which `adapter` serves, in a task of `beside`."""
+    def start(self, step: int, beside: asyncio.TaskGroup) -> None:
+        """Evaluate the weights of this step, which are served now, in a task of `beside`."""
+        adapter, version = self.backend.adapter, self.backend.version
         self.owed = step
         kept, sampler = ExitStack(), adapter.sampler
         pinned = adapter.pinned()
@@ -110,8 +125,9 @@ class Evaluation:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from `state()`."""
-        self.best, self._row = state["best"], dict(state["row"])
-        self.owed = None if self.config.eval is None else state["owed"]
+        self.owed = state.get("owed")
+        if state:  # else the run had no evaluations then
+            self.best, self._row = state["best"], dict(state["row"])
         if self._row:
             self.record.evaluations.append(self._row)
 
@@ -133,7 +149,7 @@ class Evaluation:
         reward = metrics.get("eval/reward/mean", -metrics.get("eval/loss", math.inf))
         if reward > self.best:
             self.best = reward
-            self.mark_best(step)
+            self.checkpoints.mark_best(step, self.record.fault)
         self.owed = None
         self.write_row()  # of the previous evaluation, if no step followed it
         self._row = metrics
@@ -142,15 +158,15 @@ class Evaluation:
         await self.announce(step, metrics)
 
     async def _measure(self, step: int, sampler: Sampler) -> Metrics:
-        section, prompts = self.config.eval, self.parts.eval_prompts
-        assert section is not None
+        section, prompts = self.section, self.parts.eval_prompts
         assert prompts is not None
         if self.parts.algorithm.source == "rollouts":
             groups = await self._play(prompts, section.samples, sampler)
             self.record.evaluated(groups, step)
             return rewards_of(groups, section, prompts.mixed)
         beta = self.parts.loss_config.get("beta")
-        return await held_out_loss(prompts, self.make_slot(1, sampler), self.score, beta=beta)
+        slot, score = self.make_slot(1, sampler), self.backend.logprobs
+        return await held_out_loss(prompts, slot, score, beta=beta)
 
     async def _play(self, prompts: PromptSource, samples: int, sampler: Sampler) -> list[Group]:
         """One group per prompt, in their order. Raises what the sampler raises."""

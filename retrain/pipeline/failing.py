@@ -54,12 +54,12 @@ async def rescue(run: Run, error: BaseException) -> None:
         return  # it could not be resumed
     bad = any(isinstance(cause, NonFiniteError | CheckpointError) for cause in causes(error))
     try:
-        if run.whole and run.step and not bad and run.checkpoints.saved != run.step:
-            run.adapter.stop_retrying()
-            for group in run.taken:
-                run.drop(group, "unfinished")
-            run.intake.drain()
-            run.intake.drop_held(lambda group: not group.scored, "unfinished")
+        if run.backend.whole and run.step and not bad and run.checkpoints.saved != run.step:
+            run.backend.adapter.stop_retrying()
+            for group in run.desk.taken:
+                run.desk.drop(group, "unfinished")
+            run.desk.intake.drain()
+            run.desk.intake.drop_held(lambda group: not group.scored, "unfinished")
             await checkpoint(run)
     except (Exception, asyncio.CancelledError) as another:  # noqa: BLE001 - `error` is raised
         missing = run.checkpoints.saved != run.step

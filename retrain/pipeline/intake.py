@@ -1,22 +1,74 @@
-"""Choose the groups of a step: order, staleness, failures, groups without signal.
+"""The groups of a run: `Desk` has those under way, `Intake` chooses those of a step.
 
-The bound on staleness (P3) is kept here. The version doesn't change while the groups of a step are
-chosen, so a group that is fresh enough when it is taken is fresh enough when it is trained.
+- `Desk.drop` and `Desk.trained` are the only ways in which a group leaves the run.
+- The bound on staleness (P3) is kept by `Intake`. The version doesn't change while the groups of a
+  step are chosen, so a group that is fresh enough when it is taken is fresh enough when trained.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from retrain.config import RunConfig
 from retrain.errors import NoSignalError, OutageError
 from retrain.pipeline.ledger import Ledger
-from retrain.pipeline.outage import Outage, error_of
+from retrain.pipeline.outage import Outage, error_of, is_unreachable
+from retrain.pipeline.recorder import Recorder
 from retrain.pipeline.signal import without_signal
-from retrain.types import Group, Ticket
+from retrain.prompts import PromptSource
+from retrain.types import Group, Prompt, Ticket
 
 Drop = Callable[[Group, str], None]
+AGAIN = ("stale", "outage", "unfinished")
+"""Causes of a drop after which the prompt is issued again. `unfinished`: the run failed first."""
+
+
+class Desk:
+    """The groups under way, from the issue of a prompt to the step that trains it."""
+
+    def __init__(self, config: RunConfig, prompts: PromptSource, record: Recorder) -> None:
+        self._config, self._prompts, self._record = config, prompts, record
+        train = config.train
+        # now: user code is not to run in a step or a save
+        self.rows, self.rows_hash = len(prompts), prompts.rows_hash()
+        self.epoch_length = prompts.epoch_length
+        self.ledger = Ledger(
+            lambda epoch: prompts.order(epoch, train.seed, train.shuffle), self.epoch_length
+        )
+        most_open = (config.staleness.target + 1) * train.groups_per_step
+        self.in_flight = most_open * config.algorithm.group_size
+        """The most rollouts that are open at once."""
+        self.slots = config.rollout.slots or most_open
+        self.todo: asyncio.Queue[Prompt] = asyncio.Queue(self.slots)
+        # room for all groups and the None of `stop`, so that `put_nowait` never fails
+        self.done: asyncio.Queue[Group | None] = asyncio.Queue(most_open + 1)
+        self.admit = asyncio.Event()
+        """Set when a group has left the run."""
+        self.intake = Intake(config, self.ledger, self.done, self.drop, record.outage)
+        self.kept: dict[Ticket, Group] = {}
+        """Finished groups of the checkpoint, until their tickets are issued again."""
+        self.taken: list[Group] = []
+        """Groups of the step under way, until they are trained."""
+
+    def prompt(self, ticket: Ticket) -> Prompt:
+        """The prompt of a ticket. Raises PromptError if its row is invalid."""
+        return self._prompts.prompt(ticket, self._config.train.seed)
+
+    def drop(self, group: Group, cause: str) -> None:
+        """Drop a finished group; for the causes in `AGAIN` its prompt is issued again."""
+        again = None
+        if cause in AGAIN:
+            again = self.ledger.reissue(group.ticket)
+        else:
+            self.ledger.retire([group.ticket])
+        self._record.dropped(group, cause, again)
+        self.admit.set()
+
+    def trained(self, groups: Sequence[Group]) -> None:
+        """These groups were trained."""
+        self.ledger.retire(group.ticket for group in groups)
+        self.admit.set()
 
 
 class Intake:
@@ -32,10 +84,14 @@ class Intake:
         ledger: Ledger,
         done: asyncio.Queue[Group | None],
         drop: Drop,
-        outage: Outage,
+        report: Callable[..., None],
     ) -> None:
+        """`report(state, ...)` writes the event of an outage."""
         self._train = config.train
-        self._outage = outage
+        self.outage: Outage | None = None
+        self._patience, self._report = config.deadlines.outage, report
+        self._proven = False
+        """Whether a rollout of this run was scored."""
         self._bound = config.staleness.bound
         self._ledger = ledger
         self._done = done
@@ -45,6 +101,16 @@ class Intake:
         self.failed_in_a_row = 0
         self._first_error = ""
         self._stopped = False
+
+    def see(self, group: Group) -> None:
+        """Look at a group that was just played: it may begin or end an outage."""
+        scored = bool(group.scored)
+        self._proven = self._proven or scored
+        if self.outage is None:
+            if scored or not (self._proven and self._patience and is_unreachable(group)):
+                return
+            self.outage = Outage(self._patience, self._report)
+        self.outage.see(group)
 
     def stop(self) -> None:
         """Make `take` return None, at once if it is waiting."""
@@ -80,10 +146,10 @@ class Intake:
             self._drop(group, cause)
             if cause == "failed":
                 self._count_failure(group)
-            elif cause == "outage" and self._outage.expired:
+            elif cause == "outage" and self.outage is not None and self.outage.expired:
                 raise OutageError(
                     f"{error_of(group)}. It worked before in this run; gave up after "
-                    f"deadlines.outage = {self._outage.limit:g} s."
+                    f"deadlines.outage = {self._patience:g} s."
                 )
         rank = {ticket: index for index, ticket in enumerate(self._ledger.open)}
         return [chosen[ticket] for ticket in sorted(chosen, key=rank.__getitem__)]
@@ -102,7 +168,8 @@ class Intake:
             group = self._done.get_nowait()
             if group is not None:
                 self.held[group.ticket] = group
-        self.drop_held(self._outage.excuses, "outage")
+        if self.outage is not None:
+            self.drop_held(self.outage.excuses, "outage")
 
     def drop_held(self, unwanted: Callable[[Group], bool], cause: str) -> None:
         """Drop the groups of `held` that are `unwanted`."""
@@ -132,7 +199,8 @@ class Intake:
         """The cause why a group can't be trained; None when it can."""
         scored = group.scored
         if not scored:
-            return "outage" if self._outage.excuses(group) else "failed"
+            excused = self.outage is not None and self.outage.excuses(group)
+            return "outage" if excused else "failed"
         self.failed_in_a_row = 0
         oldest = group.oldest_version
         if oldest is not None and version - oldest > self._bound:

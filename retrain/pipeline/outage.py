@@ -25,12 +25,14 @@ logger = logging.getLogger(__name__)
 
 
 class Outage:
-    """The outage under way, if any; `report(state, ...)` writes its event."""
+    """The outage under way, if any; `report(state, ...)` writes its event.
+
+    Made with the first group that fails so after a rollout of this run was scored.
+    """
 
     def __init__(self, limit: float, report: Callable[..., None]) -> None:
         self.limit, self._report = limit, report
         self._clock = asyncio.get_running_loop().time
-        self._proven = False
         self._since: float | None = None
         self._pause = self._next = 0.0
         self._probe: Ticket | None = None
@@ -59,11 +61,10 @@ class Outage:
         ticket = group.ticket
         prompt = ticket.epoch, ticket.row
         if group.scored:
-            self._proven = True
             self._failing.clear()
             del self._tries[prompt]
             self._end()
-        elif not self._unreachable(group):
+        elif not is_unreachable(group):
             if ticket == self._probe:
                 self._end()
         else:
@@ -77,11 +78,6 @@ class Outage:
                 self._wait(min(2 * self._pause, LONGEST_PAUSE))
             if self._since is not None or not alone:
                 self._excused.add(ticket)
-
-    def _unreachable(self, group: Group) -> bool:
-        """Whether the group failed for this reason only, after a rollout of this run succeeded."""
-        possible = self._proven and self.limit > 0
-        return possible and all(trajectory.outage for trajectory in group.trajectories)
 
     async def turn(
         self, ticket: Ticket, waiting: Callable[[], AbstractContextManager[None]]
@@ -130,6 +126,11 @@ class Outage:
         self._moved.set()
         logger.warning("the outage is over after %.0f s", seconds)
         self._report("over", seconds=seconds)
+
+
+def is_unreachable(group: Group) -> bool:
+    """Whether the group failed only since something can't be reached."""
+    return all(trajectory.outage for trajectory in group.trajectories)
 
 
 def error_of(group: Group) -> str:

@@ -43,8 +43,10 @@ async def checkpoint(run: Run) -> None:
     """
     if run.checkpoints.saved == run.step:
         return
-    await run.evaluation.previous()
-    owed = run.evaluation.owed
+    owed = None
+    if run.evaluation is not None:
+        await run.evaluation.previous()
+        owed = run.evaluation.owed
     if owed is not None and owed == run.checkpoints.saved:
         logger.warning(
             "the evaluation of step %d did not end: a resume repeats it and continues from there, "
@@ -57,7 +59,7 @@ async def checkpoint(run: Run) -> None:
         run.failed_callback, run.config.deadlines.checkpoint
     )  # before: user code is not to run
     fill = partial(_fill, run, callbacks)
-    path = await run.within(
+    path = await run.backend.within(
         "save",
         run.checkpoints.write(run.step, fill, before=run.run_dir.sync),
         limit="checkpoint",
@@ -72,7 +74,7 @@ async def _forget(run: Run, old: Path) -> None:
     """Delete a checkpoint, at the backend too unless its run state can't be read."""
     try:
         state = AdapterState(old / "adapter", read(old).adapter)
-        await run.within("forget", run.adapter.forget(state), limit="checkpoint")
+        await run.backend.within("forget", run.backend.adapter.forget(state), limit="checkpoint")
     except (AdapterError, CheckpointError, DeadlineError) as error:
         run.record.fault(f"{old.name}: {error}")
     run.checkpoints.remove(old)
@@ -80,32 +82,33 @@ async def _forget(run: Run, old: Path) -> None:
 
 async def _fill(run: Run, callbacks: Sequence[Mapping[str, Any]], folder: Path) -> Checkpoint:
     """Take the state of the run, then let the adapter save into `folder`."""
-    run.intake.drain()
-    finished = (*run.intake.held.values(), *run.kept.values())
+    evaluation, learner = run.evaluation, run.parts.learner
+    run.desk.intake.drain()
+    finished = (*run.desk.intake.held.values(), *run.desk.kept.values())
     run.record.event("snapshot", step=run.step)
     sizes = run.run_dir.sizes()
     taken = Checkpoint(
         step=run.step,
-        version=run.version,
-        ledger=run.ledger.state(),
+        version=run.backend.version,
+        ledger=run.desk.ledger.state(),
         groups=[group_to_json(group) for group in finished],
         adapter={},
         counters={
             **run.signal.state(),
-            "evaluation": run.evaluation.state(run.step, last=run.complete),
+            "evaluation": evaluation.state(run.step, last=run.complete) if evaluation else {},
             "sizes": sizes,
-            "failed_in_a_row": run.intake.failed_in_a_row,
+            "failed_in_a_row": run.desk.intake.failed_in_a_row,
             "data_since": run.data_since,
-            "published": run.published,
-            "rows": run.rows,
-            "rows_hash": run.rows_hash,
+            "published": run.backend.published,
+            "rows": run.desk.rows,
+            "rows_hash": run.desk.rows_hash,
             "callbacks": callbacks,
-            "learner": run.parts.learner.state(),
+            "learner": {} if learner is None else learner.state(),
         },
         config=plain(run.config.model_dump()),
     )
     (folder / "adapter").mkdir()
-    state = await run.adapter.save(folder / "adapter")
+    state = await run.backend.adapter.save(folder / "adapter")
     return replace(taken, adapter=dict(state.data))
 
 
@@ -125,14 +128,14 @@ async def restore(run: Run) -> None:
     path, saved = found
     if problem := changed_run(saved.config, run.config):
         raise CheckpointError(problem)
-    before, rows = saved.counters.get("rows"), run.rows
+    before, rows = saved.counters.get("rows"), run.desk.rows
     if before not in (None, rows):
         raise CheckpointError(
             f"this run can't be resumed: its prompts had {before} rows, now they have {rows}. "
             "Restore the data, or start a new run with --run-dir."
         )
     hashed = saved.counters.get("rows_hash")
-    if hashed and run.rows_hash and hashed != run.rows_hash:
+    if hashed and run.desk.rows_hash not in ("", hashed):
         run.record.fault(
             "the rows of the prompts differ from those of the checkpoint, so the rest of the run "
             "trains on other prompts. Restore the data, or make its source return the same rows "
@@ -143,7 +146,8 @@ async def restore(run: Run) -> None:
     changed = changed_keys(saved.config, run.config)
     run.record.resumed(saved.step, saved.counters["sizes"], changed)
     _take_up(run, saved, saved.groups)
-    run.evaluation.restore(saved.counters["evaluation"])
+    if run.evaluation is not None:
+        run.evaluation.restore(saved.counters["evaluation"])
     await _ready(run, saved)
 
 
@@ -172,7 +176,7 @@ async def begin_from(run: Run, path: Path) -> None:
     """
     saved = await asyncio.to_thread(verified, path)
     await _load(run, path, saved)
-    if run.config.eval is not None:
+    if run.evaluation is not None:
         run.evaluation.owed = saved.step
     if changes(saved.config, run.config, DATA):
         run.data_since = run.step
@@ -184,14 +188,16 @@ async def begin_from(run: Run, path: Path) -> None:
 
 
 async def _load(run: Run, path: Path, saved: Checkpoint) -> None:
-    await run.within(
+    await run.backend.within(
         "load",
-        run.adapter.load(AdapterState(path / "adapter", saved.adapter)),
+        run.backend.adapter.load(AdapterState(path / "adapter", saved.adapter)),
         limit="checkpoint",
     )
-    run.step, run.version = saved.step, saved.version
-    run.whole = False  # until all is restored: a rescue would save the position of a new run
-    run.parts.learner.restore(saved.step, saved.counters.get("learner", {}))
+    run.step, run.backend.version = saved.step, saved.version
+    # until all is restored: a rescue would save the position of a new run
+    run.backend.whole = False
+    if run.parts.learner is not None:
+        run.parts.learner.restore(saved.step, saved.counters.get("learner", {}))
     await run.callbacks.restore(saved.counters.get("callbacks", []))
 
 
@@ -199,16 +205,16 @@ async def _ready(run: Run, saved: Checkpoint) -> None:
     """All is restored; publish the weights under their own version if the run failed to."""
     if not saved.counters.get("published", True):
         await run.publish()
-    run.whole = True
+    run.backend.whole = True
 
 
 def _take_up(run: Run, saved: Checkpoint, groups: Sequence[Mapping[str, Any]]) -> None:
     """Continue at the position of `saved` in the data, with its finished `groups`."""
-    finished = [group_from_json(g, run.prompt) for g in groups]
-    run.kept = {group.ticket: group for group in finished}
+    finished = [group_from_json(g, run.desk.prompt) for g in groups]
+    run.desk.kept = {group.ticket: group for group in finished}
     for group in finished:
         run.record.keep(group)
-    run.ledger.restore(saved.ledger)
+    run.desk.ledger.restore(saved.ledger)
     run.data_since = saved.counters.get("data_since", 0)
     run.signal.restore(saved.counters)
-    run.intake.restore(saved.counters["failed_in_a_row"])
+    run.desk.intake.restore(saved.counters["failed_in_a_row"])

@@ -19,9 +19,10 @@ import gc
 import logging
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from retrain.adapters.base import Adapter
 from retrain.assembly import Parts, assemble
@@ -44,11 +45,15 @@ from retrain.observe.naming import wanted_folder
 from retrain.observe.run_dir import RunDirectory
 from retrain.pipeline.failing import rescue, stops_the_learner, with_failures
 from retrain.pipeline.resume import begin_from, checkpoint, restore
-from retrain.pipeline.run import Run
+from retrain.pipeline.run import Backend, Run
+from retrain.pipeline.serving import serving
 from retrain.rewarding import fail
 from retrain.rollout import Playback, Slot
 from retrain.supervision.boundary import apart
 from retrain.types import Batch, Group, Metrics, Prompt, Trajectory
+
+if TYPE_CHECKING:
+    from retrain.pipeline.evaluation import Evaluation
 
 logger = logging.getLogger(__name__)
 BLOCKED = 1.0
@@ -161,12 +166,12 @@ async def _open_and_drive(
         await open_parts.enter_async_context(run.parts.scorer.serving(run.record.fault))
         adapter = await open_parts.enter_async_context(opening)
         try:
-            await open_parts.enter_async_context(run.serving(adapter))
+            await open_parts.enter_async_context(serving(run, adapter))
             if resume:
                 await apart("restore", restore, run)
             elif start_from is not None:
                 await apart("begin", begin_from, run, start_from)
-            with rare_collections(run.in_flight):
+            with rare_collections(run.desk.in_flight):
                 return await drive(run)
         except (Exception, asyncio.CancelledError) as error:
             failure = run.stalled if isinstance(error, asyncio.CancelledError) else error
@@ -176,14 +181,16 @@ async def _open_and_drive(
             raise
         finally:
             run.watch.ending()
-            run.parts.learner.close()
+            if run.parts.learner is not None:
+                run.parts.learner.close()
 
 
 async def _end(run: Run, status: Status, failure: BaseException | None) -> None:
     """Report the end in the files and to the callbacks; errors of these don't hide `failure`."""
     first: Exception | None = None
     try:
-        run.evaluation.write_row()
+        if run.evaluation is not None:
+            run.evaluation.write_row()
         if status == "failed" and failure is not None:
             run.record.failed(failure)
         run.record.end(status, run.step)
@@ -214,7 +221,7 @@ async def drive(run: Run) -> Status:
             producers = [stages.create_task(feed(run), name="feed")]
             producers += [
                 stages.create_task(collect(run), name=f"collect#{index}")
-                for index in range(run.slots)
+                for index in range(run.desk.slots)
             ]
             interrupted = await _until_learned(run, learner)
             for producer in producers:
@@ -235,18 +242,21 @@ async def feed(run: Run) -> None:
 
 
 async def _feed(run: Run) -> None:
+    desk = run.desk
     while True:
-        while len(run.ledger.open) >= run.admitted:
-            run.admit.clear()
-            await run.admit.wait()
-        await run.ledger.ready()
-        ticket = run.ledger.issue(fresh=run.outage.suspected)
-        if ticket in run.kept:
-            run.done.put_nowait(run.kept.pop(ticket))
+        while len(desk.ledger.open) >= run.admitted:
+            desk.admit.clear()
+            await desk.admit.wait()
+        await desk.ledger.ready()
+        outage = desk.intake.outage
+        ticket = desk.ledger.issue(fresh=outage is not None and outage.suspected)
+        if ticket in desk.kept:
+            desk.done.put_nowait(desk.kept.pop(ticket))
             continue
         run.record.event("issued", ticket=str(ticket))  # in the order of the ledger
-        await run.outage.turn(ticket, run.watch.waiting)
-        await run.todo.put(run.prompt(ticket))
+        if outage is not None:
+            await outage.turn(ticket, run.watch.waiting)
+        await desk.todo.put(desk.prompt(ticket))
 
 
 @stops_the_learner
@@ -267,7 +277,7 @@ async def _play(run: Run, slot: Slot | Playback, current: list[Prompt]) -> None:
     """Play one group after the other; `current` has the prompt under way."""
     try:
         while True:
-            prompt = await run.todo.get()
+            prompt = await run.desk.todo.get()
             current[:] = [prompt]
             started = time.time()
             group = await slot.play(prompt)
@@ -282,8 +292,8 @@ def _hand_on(run: Run, group: Group, started: float) -> None:
     run.record.played(group, started)
     if run.sampled:
         run.signal.see(group)
-        run.outage.see(group)
-    run.done.put_nowait(group)
+        run.desk.intake.see(group)
+    run.desk.done.put_nowait(group)
 
 
 def _failed(prompt: Prompt, size: int, error: UserCodeError) -> Group:
@@ -296,62 +306,67 @@ def _failed(prompt: Prompt, size: int, error: UserCodeError) -> Group:
 
 async def learn(run: Run) -> None:
     """Step after step, with checkpoints and evaluations where they are due; then export."""
-    every = run.config.checkpoint.every
     async with asyncio.TaskGroup() as beside:
-        if run.evaluation.owed is not None:
+        if run.evaluation is not None and run.evaluation.owed is not None:
             await checkpoint(run)
-            await _evaluate(run, beside)
+            await _evaluate(run, run.evaluation, beside)
         while not run.finished and await step(run):
-            evaluate = not run.stopping and run.evaluation.due(run.step, last=run.finished)
-            if evaluate or (every and run.step % every == 0 and not run.finished):
-                await checkpoint(run)
-            if evaluate:
-                await _evaluate(run, beside)
+            await _after_step(run, beside)
     if run.failures:
         return
     await checkpoint(run)
-    export = run.adapter.export(run.run_dir.path / "final")
-    run.model = await run.within("export", export, limit="checkpoint")
+    export = run.backend.adapter.export(run.run_dir.path / "final")
+    run.model = await run.backend.within("export", export, limit="checkpoint")
     if isinstance(run.model, Path):
         run.record.card(run.config, run.model)
     run.record.event("export", path=None if run.model is None else str(run.model))
 
 
-async def _evaluate(run: Run, beside: asyncio.TaskGroup) -> None:
+async def _after_step(run: Run, beside: asyncio.TaskGroup) -> None:
+    """The checkpoint and the evaluation that are due."""
+    every, evaluation, last = run.config.checkpoint.every, run.evaluation, run.finished
+    if evaluation is not None and not run.stopping and evaluation.due(run.step, last=last):
+        await checkpoint(run)
+        await _evaluate(run, evaluation, beside)
+    elif every and run.step % every == 0 and not last:
+        await checkpoint(run)
+
+
+async def _evaluate(run: Run, evaluation: Evaluation, beside: asyncio.TaskGroup) -> None:
     """Start the evaluation of this step, when the previous one has ended."""
-    await run.evaluation.previous()
+    await evaluation.previous()
     if not run.sampled:
         await run.publish()
     if not run.stopping:
-        run.evaluation.start(run.step, run.version, run.adapter, beside)
+        evaluation.start(run.step, beside)
 
 
 async def step(run: Run) -> bool:
     """Take one optimizer step and publish the weights; False when the run stops instead."""
-    number, trained = run.step + 1, run.version
+    number, trained, backend = run.step + 1, run.version, run.backend
     run.record.meter.start()
     groups = await take(run)
     if groups is None:
         return False
-    run.taken = groups
-    noted = await apart("review", run.parts.learner.review, groups)
+    run.desk.taken = groups
+    noted = await review(run.parts, groups, run.record.fault)
     scored = [Group(group.prompt, group.scored) for group in groups]
-    batch, has_credit = await credit(run, scored)
-    skipped = run.parts.is_idle(batch) and not run.adapter.model_loss
+    batch, has_credit = await credit(run.parts, backend, scored)
+    skipped = run.skips_flat and not has_credit
     if run.sampled and not skipped:
-        begin = run.publish_check.begin(trained, groups)
-        await run.within("first check of the sampler", begin, limit="publish")
+        await backend.first_check(groups)
     metrics = await update(run, scored, batch, skipped=skipped)
-    checked = {} if skipped else await publish(run, groups)
+    if run.sampled and not skipped:
+        metrics = {**metrics, **await publish(run, groups)}
     row = run.record.step(
         number,
         groups,
-        {**noted, **metrics, **checked, **run.endpoint_metrics(), **await reported(run)},
+        {**noted, **metrics, **run.endpoint_metrics()},
         trained=trained,
         version=run.version,
-        evaluation=run.evaluation.take_row(),
+        evaluation={} if run.evaluation is None else run.evaluation.take_row(),
     )
-    run.retire(groups)
+    run.trained(groups)
     run.mismatch.see(row)
     run.signal.begin(number, groups, has_credit)
     run.signal.step(groups, has_credit)
@@ -366,15 +381,26 @@ async def take(run: Run) -> list[Group] | None:
     if run.at_epoch_start:
         await run.callbacks.call("on_epoch_begin", run, run.epochs(run.step) + 1)
     await run.callbacks.call("on_step_begin", run, run.step + 1)
-    return None if run.stopping else await run.intake.take(run.version)
+    return None if run.stopping else await run.desk.intake.take(run.version)
 
 
-async def credit(run: Run, scored: Sequence[Group]) -> tuple[Batch, bool]:
+async def review(parts: Parts, groups: Sequence[Group], fault: Callable[[str], None]) -> Metrics:
+    """What a trainer notes of the groups, whose rewards it may change, and what rewards report."""
+    noted: Metrics = {}
+    if parts.learner is not None:
+        noted |= await apart("review", parts.learner.review, groups)
+    try:
+        noted |= await apart("metrics", parts.scorer.metrics, fault)
+    except UserCodeError as error:
+        fault(f"rewards: {error}")
+    return noted
+
+
+async def credit(parts: Parts, backend: Backend, scored: Sequence[Group]) -> tuple[Batch, bool]:
     """The batch of the groups, and whether any rollout got credit.
 
     Raises NoSignalError when no token was sampled, RunError for a wrong number of advantages.
     """
-    parts = run.parts
     alike = [part for group in scored for part in group.by_seat]
     returned = await apart("advantages", parts.algorithm.advantages, alike)
     credits = fitting(alike, returned, f"the algorithm {type(parts.algorithm).__name__}")
@@ -382,8 +408,8 @@ async def credit(run: Run, scored: Sequence[Group]) -> tuple[Batch, bool]:
     if not samples:
         raise NoSignalError("the rollouts of this step have no sampled token to train on")
     has_credit = any(any(sample.advantages) for sample in samples)
-    if penalty := run.config.algorithm.kl_penalty:
-        reference = await run.logprobs([s.token_ids for s in samples], reference=True)
+    if penalty := parts.config.algorithm.kl_penalty:
+        reference = await backend.logprobs([s.token_ids for s in samples], reference=True)
         samples = kl_penalised(samples, reference, penalty)
     batch = batch_of(
         samples,
@@ -392,15 +418,6 @@ async def credit(run: Run, scored: Sequence[Group]) -> tuple[Batch, bool]:
         normalisation=parts.normalisation,
     )
     return batch, has_credit
-
-
-async def reported(run: Run) -> Metrics:
-    """What the rewards report of this step."""
-    try:
-        return await apart("metrics", run.parts.scorer.metrics, run.record.fault)
-    except UserCodeError as error:
-        run.record.fault(f"rewards: {error}")
-        return {}
 
 
 async def update(
@@ -414,28 +431,28 @@ async def update(
     run.record.batch(number, tickets, batch)
     started = time.time()
     metrics: Metrics = dict(SKIPPED)
-    run.whole = False
+    backend, learner = run.backend, run.parts.learner
+    backend.whole = False
     if not skipped:
-        metrics = await run.within("update", run.parts.learner.update(groups, batch))
+        call = learner.update(groups, batch) if learner else backend.adapter.update(batch)
+        metrics = await backend.within("update", call)
     if not math.isfinite(metrics.get("loss", 0.0)):
         raise NonFiniteError(f"the loss of step {number} is {metrics['loss']}")
-    run.step, run.taken = number, []
+    run.step, run.desk.taken = number, []
     run.record.update(number, tickets, metrics.get("loss"), started, skipped=skipped)
     return metrics
 
 
 async def publish(run: Run, groups: Sequence[Group]) -> Metrics:
     """Publish, and check what is served; an error ends the run when the step is recorded."""
-    checked: Metrics = {}
-    if run.sampled:
-        try:
-            await run.publish()
-            checked = await run.check_publish(groups)
-        except DeadlineError:  # the adapter doesn't answer, so it can't save either
-            raise
-        except Exception as error:  # noqa: BLE001 - drive() raises it
-            run.fail(error)
-    return checked
+    try:
+        await run.publish()
+        return {} if run.stopping else await run.backend.check_publish(groups)
+    except DeadlineError:  # the adapter doesn't answer, so it can't save either
+        raise
+    except Exception as error:  # noqa: BLE001 - drive() raises it
+        run.fail(error)
+        return {}
 
 
 async def _until_learned(run: Run, learner: asyncio.Task[None]) -> bool:
@@ -450,7 +467,8 @@ async def _until_learned(run: Run, learner: asyncio.Task[None]) -> bool:
         if learner.done():
             raise  # a stage failed: the task group is ending
         run.request_stop()
-        run.evaluation.cancel()
+        if run.evaluation is not None:
+            run.evaluation.cancel()
         ended = bool(error.args) and isinstance(error.args[0], UserCodeError)
         if ended:  # by user code in a task of its own
             run.fail(error.args[0])

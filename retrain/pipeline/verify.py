@@ -19,7 +19,7 @@ from retrain.adapters.base import Adapter
 from retrain.config import RunConfig
 from retrain.errors import AdapterError
 from retrain.sampler import SamplingParams
-from retrain.types import Group, Metrics
+from retrain.types import Completion, Group, Metrics
 
 ERROR = "logprob/error_own_version"
 PROMPT, TOKENS = 64, 8
@@ -40,21 +40,24 @@ class PublishCheck:
     """The checks of a run; `report` records a publish that failed one."""
 
     def __init__(self, config: RunConfig, adapter: Adapter, report: Callable[[str], None]) -> None:
-        wanted = config.train.check_publish
         self._adapter, self._report, self._seed = adapter, report, config.train.seed
-        self._always = wanted is True
-        self._on = self._always or (wanted == "auto" and adapter.capabilities.checks == "free")
+        self._always = config.train.check_publish is True
+        self._on = True
         self._bound = BOUND if adapter.exact else None
         self._next = -math.inf
         self._warned = False
 
+    @property
+    def needs_bound(self) -> bool:
+        """Whether `begin` is to measure the bound."""
+        return self._on and self._bound is None
+
     async def begin(self, version: int, groups: Sequence[Group]) -> None:
         """Measure the bound in lower precision: on the weights that the run starts from, which no
         publish of this run has changed."""
-        if self._on and self._bound is None:
-            error = await self._measure(version, groups, FIRST_ROWS, HIGHEST)
-            if error is not None:
-                self._bound = min(max(LOWEST, MARGIN * error), HIGHEST)
+        error = await self._measure(version, groups, FIRST_ROWS, HIGHEST)
+        if error is not None:
+            self._bound = min(max(LOWEST, MARGIN * error), HIGHEST)
 
     async def published(self, version: int, groups: Sequence[Group]) -> Metrics:
         """Check what is served as `version`; {} without a check. `groups` provide the prompt."""
@@ -95,6 +98,11 @@ class PublishCheck:
         if not gaps:
             return None
         worst = next(filter(math.isnan, gaps), max(gaps))
+        self._judge(version, found, worst, bound)
+        return worst
+
+    def _judge(self, version: int, found: Sequence[Completion], worst: float, bound: float) -> None:
+        """Report other weights than those of `version`."""
         served = {tag for c in found for tag in c.versions or (c.version,)}
         if served != {version}:
             tags = ", ".join(map(str, sorted(served)))
@@ -105,7 +113,6 @@ class PublishCheck:
                 f"the log-probs of the same tokens differ by up to {worst:.3g} nats between "
                 f"sampler and trainer, expected at most {bound:.2g}",
             )
-        return worst
 
     def _warn(self, version: int, problem: str) -> None:
         """Record each failed check, but log only the first."""

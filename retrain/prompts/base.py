@@ -12,7 +12,7 @@ import hashlib
 import random
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -21,6 +21,7 @@ from retrain.environment import Environment
 from retrain.errors import PromptError, blame
 from retrain.types import Message, Prompt, Row, Ticket
 
+Raw = Any  # a string, a mapping or a Row, or a user's mistake
 MIXTURE = "mixture"
 """The column of the metadata with the name of a row's source in a mixture."""
 HASHED = 16
@@ -242,3 +243,26 @@ def _prompt_column(row: Mapping[str, Any], wanted: str | None) -> str:
 
 def _columns(row: Mapping[str, Any]) -> str:
     return ", ".join(map(str, row)) or "none"
+
+
+class RowShape:
+    """What the keys of a source choose and change: here nothing. `shaping` has the others."""
+
+    plain = True
+    """Whether a row is used as it is, so that `quick_size` can check it."""
+
+    def keeps(self, raw: Raw) -> bool:
+        """Whether the row is used."""
+        return True
+
+    def changed(self, raw: Raw) -> Raw:
+        """What a key makes of the row."""
+        return raw
+
+    def row(self, raw: Raw) -> Row:
+        """The Row of a changed row. Raises ValueError that says what was expected."""
+        return as_row(raw)
+
+    def filtered_values(self, raws: Iterable[Raw]) -> str:
+        """For a message: some values of the columns that a filter reads."""
+        return ""

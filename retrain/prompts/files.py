@@ -17,6 +17,7 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, get_args
 
@@ -268,28 +269,31 @@ class ParquetTable(Table):
         except arrow.ArrowException as error:
             raise PromptError(f"{path}: invalid parquet: {error}") from None
         about = self._file.metadata
-        self._ends = array("Q")
-        for group in range(about.num_row_groups):
-            before = self._ends[-1] if self._ends else 0
-            self._ends.append(before + about.row_group(group).num_rows)
+        sizes = (about.row_group(group).num_rows for group in range(about.num_row_groups))
+        self._starts: array[int] = array("Q", accumulate(sizes, initial=0))
         self._groups: OrderedDict[int, Any] = OrderedDict()
 
     def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
+        return self._starts[-1]
 
     def __getitem__(self, index: int) -> Any:
-        group = bisect_right(self._ends, index)
+        group, within = place_in(self._starts, index)
         if group not in self._groups:
             self._groups[group] = self._file.read_row_group(group)
             while len(self._groups) > 1 and sum(t.nbytes for t in self._groups.values()) > CACHED:
                 self._groups.popitem(last=False)
         self._groups.move_to_end(group)
-        start = self._ends[group - 1] if group else 0
-        return self._groups[group].slice(index - start, 1).to_pylist()[0]
+        return self._groups[group].slice(within, 1).to_pylist()[0]
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self._file.iter_batches(batch_size=1024):
             yield from batch.to_pylist()
+
+
+def place_in(starts: Sequence[int], index: int) -> tuple[int, int]:
+    """The part that has a row, and the row's index in it; `starts` ends with the number of rows."""
+    part = bisect_right(starts, index) - 1
+    return part, index - starts[part]
 
 
 _TABLES: Mapping[str, type[Table]] = {

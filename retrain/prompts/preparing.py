@@ -17,21 +17,24 @@ from typing import NoReturn, TypeVar
 
 from retrain.config import PromptsConfig
 from retrain.errors import ConfigError, PromptError, blame
-from retrain.prompts.base import EmptyPromptError, PromptSource
-from retrain.prompts.shaping import Raw, Shape
-from retrain.types import Row
+from retrain.prompts.base import EmptyPromptError, PromptSource, Raw, RowShape
+from retrain.types import Message, Row
 
 T = TypeVar("T")
 NAMED = 5
 """How many rows a warning names."""
+TRIED = 200
+"""Rows that are tokenised, the longest ones."""
 _SCALE = 2**64
 NOTHING = PromptsConfig(type="given")
+SHAPING = ("filter", "map", "system", "prompt_column", "answer_column")
+"""The keys that choose or change rows."""
 
 
 class PreparedPrompts(PromptSource):
     """Some rows of a source, changed."""
 
-    def __init__(self, source: PromptSource, shape: Shape, kept: Sequence[int]) -> None:
+    def __init__(self, source: PromptSource, shape: RowShape, kept: Sequence[int]) -> None:
         self._source, self._shape, self._kept = source, shape, kept
         self.name, self.opened = source.name, source.opened
         self.read_at_start = source.read_at_start
@@ -68,13 +71,16 @@ def prepared(
 def _prepared(
     source: PromptSource, keys: PromptsConfig, base_dir: Path, where: str
 ) -> PromptSource:
-    shape = Shape(keys, base_dir, where, source.opened)
+    shape, changed = RowShape(), any(getattr(keys, name) is not None for name in SHAPING)
+    if source.opened or changed:
+        from retrain.prompts.shaping import ShapedBy
+
+        shape = ShapedBy(keys, base_dir, where, source.opened)
     if isinstance(source, PreparedPrompts) and keys.model_fields_set <= {"type"}:
         return source
     if source.read_at_start or keys.filter is not None or keys.held_out is not None:
         return _read(source, shape, keys)
     _count(len(source), source)
-    changed = keys.map or keys.system or keys.prompt_column or keys.answer_column
     if not changed and keys.limit is None:
         return source
     made = PreparedPrompts(source, shape, range(min(len(source), keys.limit or len(source))))
@@ -96,7 +102,7 @@ class _Reading:
     """Why the first empty row is empty."""
 
 
-def _read(source: PromptSource, shape: Shape, keys: PromptsConfig) -> PromptSource:
+def _read(source: PromptSource, shape: RowShape, keys: PromptsConfig) -> PromptSource:
     found, total = _Reading(), 0
     for index, raw in enumerate(source.rows()):
         total += 1
@@ -127,7 +133,7 @@ def _read(source: PromptSource, shape: Shape, keys: PromptsConfig) -> PromptSour
 
 
 def _split(
-    source: PromptSource, shape: Shape, keys: PromptsConfig, found: _Reading, total: int
+    source: PromptSource, shape: RowShape, keys: PromptsConfig, found: _Reading, total: int
 ) -> PromptSource:
     if not found.kept:
         name = source.name or type(source).__name__
@@ -195,6 +201,31 @@ def named(source: PromptSource, rows: Sequence[int]) -> str:
     first = ", ".join(source.location(row) for row in rows[:NAMED])
     more = f" and {len(rows) - NAMED} more" if len(rows) > NAMED else ""
     return f"{source.name}, {first}{more}" if source.name else f"{first}{more}"
+
+
+def long_prompts(
+    source: PromptSource, tokens: Callable[[Sequence[Message]], int], limit: int
+) -> str:
+    """A sentence about the rows of more than `limit` tokens; empty if there are none.
+
+    A token has at least one byte, so a row with fewer bytes than `limit`, less those of the chat
+    template, is not tokenised.
+    """
+    sizes = source.sizes
+    if not sizes or limit < 1:
+        return ""
+    template = tokens(source.checked_row(0).messages)  # at most
+    suspects = [row for row, size in enumerate(sizes) if size + template > limit]
+    suspects.sort(key=sizes.__getitem__, reverse=True)
+    tried = suspects[:TRIED]
+    found = sorted(row for row in tried if tokens(source.checked_row(row).messages) > limit)
+    if not found:
+        return ""
+    least = "at least " if len(tried) < len(suspects) else ""
+    return (
+        f"{least}{len(found)} of {len(sizes)} prompts have more than {limit} tokens: "
+        f"{named(source, found)}"
+    )
 
 
 def _count(total: int, source: PromptSource) -> None:

@@ -11,16 +11,15 @@ from typing import Any
 from retrain.config import PromptsConfig
 from retrain.config.plugins import find_function
 from retrain.errors import PromptError, first_of, shown
-from retrain.prompts.base import as_row, parse_row
+from retrain.prompts.base import Raw, RowShape, as_row, parse_row
 from retrain.types import Message, Row
 
-Raw = Any  # a string, a mapping or a Row, or a user's mistake
 _NAMED = re.compile(r"\{\{([A-Za-z_]\w*)\}\}|\{([A-Za-z_]\w*)\}")
 """{{name}}, for the braces themselves, or {name}."""
 RANGE = {"min", "max", "not"}
 
 
-class Shape:
+class ShapedBy(RowShape):
     """Chooses and changes rows by the keys of a source."""
 
     def __init__(self, keys: PromptsConfig, base_dir: Path, where: str, opened: bool) -> None:
@@ -32,7 +31,6 @@ class Shape:
         first: Message = {"role": "system", "content": keys.system or ""}
         self._first = (first,) if keys.system is not None else ()
         self.plain = not (opened or self._first or keys.prompt_column or keys.answer_column)
-        """Whether a row is used as it is, so that `quick_size` can check it."""
 
     def keeps(self, raw: Raw) -> bool:
         """Whether `filter` keeps the row. Raises ValueError for a column that it lacks."""

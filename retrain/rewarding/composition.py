@@ -121,11 +121,6 @@ class Composition:
 
     def total(self, values: Values, step: int) -> float:
         """The reward of a rollout."""
-        if self.weights is not None:  # the common case, fast
-            total = values.get(ENVIRONMENT, 0.0)
-            for name, weight in self.weights:
-                total += weight * values.get(name, 0.0)  # missing: it does not apply
-            return total
         parts = [self.contribution(term, values, step) for term in self.terms]
         return combined("sum", [part for part in parts if part is not None])
 

@@ -12,13 +12,11 @@ import pickle
 import re
 import signal
 import sys
-from asyncio.subprocess import Process
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from retrain.concurrency import children
+from retrain.concurrency.children import Child
 from retrain.config import DeadlinesConfig, RewardConfig
 from retrain.config.plugins import LOCAL, user_packages
 from retrain.errors import LIBRARIES, LateError, PluginError, UserCodeError
@@ -120,12 +118,11 @@ class _Worker:
     def __init__(self, name: str, spec: dict[str, Any], deadlines: DeadlinesConfig) -> None:
         self._owner = f"reward '{name}'"
         self._spec, self._deadlines = spec, deadlines
-        self._process: Process | None = None
+        self._child: Child | None = None
 
     async def start(self) -> None:
         """Start the process and set up the reward in it. Raises UserCodeError or LateError."""
-        argv = [sys.executable, "-c", _script()]
-        self._process = await children.start(argv)
+        self._child = await Child.start([sys.executable, "-c", _script()])
         spec = pickle.dumps({**self._spec, "packages": user_packages()})
         [answer] = await self._exchange(spec, self._deadlines.setup, "setup")
         if isinstance(answer, UserCodeError):
@@ -141,13 +138,13 @@ class _Worker:
                 f"{self._owner}: the rollout can't be sent to a worker process: "
                 f"{type(error).__name__}: {error}"
             ) from error
-        if self._process is None:
+        if self._child is None:
             await self.start()
         return await self._exchange(request, self._deadlines.reward, "reward")
 
     async def close(self) -> UserCodeError | None:
         """Close the reward and end the process; returns what went wrong."""
-        if self._process is None:
+        if self._child is None:
             return None
         try:
             [answer] = await self._exchange(b"", self._deadlines.close, "close")
@@ -159,41 +156,37 @@ class _Worker:
 
     async def _exchange(self, request: bytes, seconds: float, key: str) -> list[Judged]:
         """Send a request and read the answer; whatever goes wrong ends the process."""
-        process = self._process
-        assert process is not None
-        assert process.stdin is not None
-        assert process.stdout is not None
+        child = self._child
+        assert child is not None
         try:
             async with asyncio.timeout(seconds):
-                process.stdin.write(framed(request))
-                await process.stdin.drain()
-                return decoded(await read_frame(process.stdout))
+                child.stdin.write(framed(request))
+                await child.stdin.drain()
+                return decoded(await read_frame(child.stdout))
         except TimeoutError:
-            with suppress(ProcessLookupError):
-                process.send_signal(signal.SIGABRT)  # faulthandler writes the stack, GIL or not
-            where = await self._last_words(process)
+            child.signal(signal.SIGABRT)  # faulthandler writes the stack, GIL or not
+            where = await self._last_words(child)
             raise LateError(
                 f"{self._owner} took longer than deadlines.{key} = {seconds} s{where}; its worker "
                 "process was killed"
             ) from None
         except (EOFError, OSError, NotAFrame, ValueError) as error:
-            where = await self._last_words(process, *error.args[:1])
+            where = await self._last_words(child, *error.args[:1])
             raise UserCodeError(
-                f"{self._owner}: its worker process {_ending(process.returncode)}{where}"
+                f"{self._owner}: its worker process ended with {child.how_ended}{where}"
             ) from None
-        except BaseException:
+        except (asyncio.CancelledError, Exception):
             await self._end()
             raise
 
-    async def _last_words(self, process: Process, head: Any = b"") -> str:
+    async def _last_words(self, child: Child, head: Any = b"") -> str:
         """End the process; returns " at file:line" if its stack says where it was."""
-        assert process.stdout is not None
         words = head if isinstance(head, bytes) else b""
         try:
             async with asyncio.timeout(LAST_WORDS_SECONDS):
-                while block := await process.stdout.read(2**16):
+                while block := await child.stdout.read(2**16):
                     words += block
-                await process.wait()
+                await child.exited()
         except TimeoutError:
             pass  # the rest is lost
         finally:
@@ -203,22 +196,11 @@ class _Worker:
         return f" at {Path(own[0][0]).name}:{own[0][1]}" if own else ""
 
     async def _end(self) -> None:
-        process, self._process = self._process, None
-        if process is not None:
-            await children.end(process)
+        child, self._child = self._child, None
+        if child is not None:
+            await child.end()
 
 
 def _script() -> str:
     """The worker's program: it imports from where this process does."""
     return f"import sys; sys.path[:] = {sys.path!r}; from {MAIN} import main; main()"
-
-
-def _ending(code: int | None) -> str:
-    """How a process ended, for a message."""
-    if code is None:
-        return "closed its pipe"
-    if code >= 0:
-        return f"exited with status {code}"
-    name = signal.Signals(-code).name
-    memory = ", as when the machine is out of memory" if name == "SIGKILL" else ""
-    return f"was killed by {name}{memory}"

@@ -197,7 +197,7 @@ class Scorer:
             trajectory.info.setdefault("error", "no reward applies to this rollout")
             return
         composition = self.composition
-        total = composition.total(rewards, step)
+        total = self.total(rewards, step)
         combined = composition.values_of_combined(rewards, step) if composition.combined else {}
         fits = largest <= LARGEST and abs(total) <= LARGEST
         if not fits or (combined and not all(abs(v) <= LARGEST for v in combined.values())):
@@ -228,6 +228,16 @@ class Scorer:
             raise UserCodeError(
                 f"a turn or token has a reward above {LARGEST:g}. Scale the reward down."
             )
+
+    def total(self, rewards: Mapping[str, float], step: int) -> float:
+        """The reward of a rollout, from those that were calculated."""
+        weights = self.composition.weights
+        if weights is None:
+            return self.composition.total(rewards, step)
+        total = rewards.get(ENVIRONMENT, 0.0)  # the common case, fast
+        for name, weight in weights:
+            total += weight * rewards.get(name, 0.0)  # missing: it does not apply
+        return total
 
     async def verdicts(
         self, part: WeightedReward, trajectories: Sequence[Trajectory]

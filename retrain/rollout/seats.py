@@ -1,54 +1,50 @@
 """The seats of one rollout: who speaks next, what each has heard, and what each has earned.
 
 The seats of an environment are the parties that it names, such as players. Each has a conversation
-of its own, which its first observation opens. A rollout without seats has one, named "".
+of its own, which its first observation opens, and a trajectory of its own. Opponents may speak for
+some of them (`opponents.py`).
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from retrain.chat import Chat, Conversation
-from retrain.environment import Environment, ToolSpec
+from retrain.chat import Conversation
+from retrain.environment import Action, StepResult
 from retrain.errors import UserCodeError, shown
 from retrain.rewarding import as_number
-from retrain.rollout.calls import NOTHING, CallError, Calls, Reply, Sample
+from retrain.rollout.episode import Episode, Shared
+from retrain.rollout.instance import Instance
 from retrain.rollout.opponents import Opponent
-from retrain.supervision.boundary import boundary
-from retrain.types import Completion, Message, Trajectory
+from retrain.rollout.steps import Steps
+from retrain.supervision.boundary import boundary, outcomes
+from retrain.types import Completion, Message, Prompt, Trajectory
 
 Tools = Sequence[Mapping[str, Any]]
-Ask = Callable[[str, Sequence[Message], str], Coroutine[Any, Any, str]]
-"""Asks the opponent of a seat; the same key gets the same seed. Raises UserCodeError."""
-
-
-def seats_of(owner: str, environment: Environment) -> tuple[str, ...]:
-    """The names of an environment's seats; raises UserCodeError that names `owner`."""
-    with boundary(owner):
-        seats = environment.seats
-        if seats is Environment.seats:
-            return ()
-        listed = isinstance(seats, list | tuple) and all(isinstance(s, str) and s for s in seats)
-        if not listed or len(set(seats)) < len(seats):
-            raise UserCodeError(f"{owner}: got the seats {shown(seats)}, expected different names")
-        return tuple(seats)
 
 
 class Seats:
     """The parties of a rollout while it is played."""
 
-    __slots__ = ("conversations", "earned", "histories", "names", "opponents", "replies", "speaker")
+    __slots__ = (
+        "conversations",
+        "earned",
+        "histories",
+        "names",
+        "opponents",
+        "replies",
+        "speaker",
+        "trained",
+    )
 
-    def __init__(
-        self, names: tuple[str, ...] = (), opponents: Mapping[str, Opponent] = NOTHING
-    ) -> None:
+    def __init__(self, names: tuple[str, ...], opponents: Mapping[str, Opponent]) -> None:
         self.names = names
         self.opponents = {name: opponents[name] for name in names if name in opponents}
+        self.trained = [name for name in names if name not in opponents] or [""]
         self.speaker = names[0] if names else ""
         """Who speaks next."""
         self.conversations: dict[str, Conversation] = {}
@@ -101,39 +97,15 @@ class Seats:
             self.earn(seat, value)
         return info
 
-    def heard(
-        self, chat: Chat, observation: Sequence[Message], tools: Sequence[ToolSpec]
-    ) -> Conversation:
-        """The conversation of who speaks next, after `observation`; raises what `observe` does."""
-        conversation = self.conversations.get(self.speaker)
-        if conversation is None:
-            conversation = self.conversations[self.speaker] = chat.begin(observation, tools)
-        else:
-            conversation.observe(observation)
-        return conversation
-
-    async def opposed(self, ask: Ask, observation: Sequence[Message]) -> str:
-        """What the opponent who speaks next replies to `observation`; raises UserCodeError."""
-        before, tools = self.histories.get(self.speaker, ((), ()))
-        asked = [*before, *observation]
-        text = await ask(self.speaker, asked, str(self.replies))
-        self.histories[self.speaker] = [*asked, Message(role="assistant", content=text)], tools
-        self.replies += 1
-        return text
-
     def dealt(self, whole: Trajectory) -> list[Trajectory]:
         """The trajectory of each trained seat that has spoken.
 
         If the rollout has failed, or no trained seat has spoken, it is one of each trained seat.
         """
-        if not self.names and not self.histories:
-            return [whole]
-        for seat, conversation in self.conversations.items():
-            self.histories[seat] = conversation.messages, conversation.tools
-        spoken = {turn.seat for turn in whole.turns}
-        trained = [name for name in self.names if name not in self.opponents] or [""]
-        heard = [name for name in trained if name in spoken and whole.outcome == "ok"]
-        return [self._of(seat, whole) for seat in heard or trained]
+        self.histories |= {s: (c.messages, c.tools) for s, c in self.conversations.items()}
+        spoken = {turn.seat for turn in whole.turns} if whole.outcome == "ok" else set()
+        heard = [name for name in self.trained if name in spoken]
+        return [self._of(seat, whole) for seat in heard or self.trained]
 
     def _of(self, seat: str, whole: Trajectory) -> Trajectory:
         numbers = [number for number, turn in enumerate(whole.turns) if turn.seat == seat]
@@ -152,69 +124,89 @@ class Seats:
         )
 
 
-class SeatedCalls(Calls):
-    """The calls of an agent's rollout, of which opponents answer those to their seats."""
+class SeatedSteps(Steps):
+    """An episode of steps in which several seats speak."""
+
+    __slots__ = ("seats",)
 
     def __init__(
-        self,
-        chat: Chat,
-        sample: Sample,
-        limits: tuple[int, int | None],
-        seats: Seats,
-        ask: Ask,
-        stop: Sequence[str] = (),
+        self, shared: Shared, prompt: Prompt, instance: Instance, index: int, names: tuple[str, ...]
     ) -> None:
-        """`limits` are `max_turns` and `max_tokens`."""
-        super().__init__(chat, sample, *limits, stop=stop)
-        self._seats, self._ask = seats, ask
-        self.opponent_error: UserCodeError | None = None
-        """What an opponent raised: the rollout fails with it."""
-        self._repeats: Counter[str] = Counter()
+        super().__init__(shared, prompt, instance, index)
+        self.seats = Seats(names, shared.opponents)
 
-    async def chat(
-        self,
-        messages: Sequence[Message],
-        tools: tuple[ToolSpec, ...] = (),
-        n: int = 1,
-        seat: str = "",
-        options: Mapping[str, Any] = NOTHING,
-        continues: bool = False,
-    ) -> list[Reply]:
-        if seat in self._seats.opponents:
-            return await self._opposed(messages, n, seat)
-        return await super().chat(messages, tools, n, seat, options, continues)
+    @property
+    def opens(self) -> bool:  # type: ignore[override]
+        return self.seats.opponent is None
 
-    async def complete(
-        self,
-        prompt: str | Sequence[int],
-        n: int = 1,
-        seat: str = "",
-        options: Mapping[str, Any] = NOTHING,
-    ) -> list[Reply]:
-        if seat not in self._seats.opponents:
-            return await super().complete(prompt, n, seat, options)
-        if not isinstance(prompt, str):
-            raise CallError(
-                400, "invalid_request_error", f"prompt: {seat} takes a string, not token ids"
-            )
-        return await self._opposed([Message(role="user", content=prompt)], n, seat)
+    @property
+    def speaker(self) -> str:  # type: ignore[override]
+        return self.seats.speaker
 
-    async def _opposed(self, messages: Sequence[Message], n: int, seat: str) -> list[Reply]:
-        self._admit(n)
-        self._reserved += n  # for good: they count as turns
-        said = hashlib.sha256(json.dumps(messages, default=str).encode()).hexdigest()
-        replies = []
-        for _ in range(n):
-            # Parallel calls come in any order, so the seed depends on what is asked.
-            key = f"{said}/{self._repeats[said]}"
-            self._repeats[said] += 1
-            self._seats.replies += 1
-            number = self._seats.replies
+    async def play(self) -> None:
+        seats = self.seats
+        if seats.opponent is not None:
+            await self.play_from(await self.answer(StepResult(self.opening, 0.0, False, False, {})))
+        else:
+            seats.conversations[seats.speaker] = self.conversation
+            await self.play_from(self.first)
+
+    def trajectories(self) -> list[Trajectory]:
+        return self.seats.dealt(self.trajectory)
+
+    def earn(self, result: StepResult) -> None:
+        self.seats.earn(self.seats.speaker, result.reward)
+        self.trajectory.info.update(self.seats.note(self.name("step"), result.info))
+
+    async def answer(self, result: StepResult) -> Completion | None:
+        """Let opponents speak until a trained seat is next; None when the episode is over."""
+        seats = self.seats
+        answered: StepResult | None = result
+        while answered is not None and not (answered.terminated or answered.truncated):
+            if self.is_long(seats.replies):
+                return None
+            if seats.opponent is None:
+                return await self.next(answered.observation)
             try:
-                text = await self._while_open(self._ask(seat, messages, key))
+                text = await self._opposed(answered.observation)
             except UserCodeError as error:
-                self.opponent_error = self.opponent_error or error
-                raise CallError(503, "server_error", str(error)) from error
-            completion = Completion((), (), text, "stop", -1)
-            replies.append(Reply(-number, text, "", (), completion, 0))
-        return replies
+                self.fail(error)
+                return None
+            answered = await self.step(Action(text))
+        return None
+
+    def heard(self, observation: Sequence[Message]) -> Conversation:
+        conversations, seat = self.seats.conversations, self.seats.speaker
+        if seat in conversations:
+            conversations[seat].observe(observation)
+        else:
+            conversations[seat] = self.shared.chat.begin(observation, self.tools)
+        return conversations[seat]
+
+    async def _opposed(self, observation: Sequence[Message]) -> str:
+        """What the opponent who speaks next replies to `observation`; raises UserCodeError."""
+        seats = self.seats
+        before, tools = seats.histories.get(seats.speaker, ((), ()))
+        asked = [*before, *observation]
+        text = await opposed(self, seats, seats.speaker, asked, str(seats.replies))
+        said = Message(role="assistant", content=text)
+        seats.histories[seats.speaker] = [*asked, said], tools
+        seats.replies += 1
+        return text
+
+
+async def opposed(
+    episode: Episode, seats: Seats, seat: str, messages: Sequence[Message], key: str
+) -> str:
+    """The reply of a seat's opponent, within `deadlines.step`; the same `key` has the same seed.
+
+    Raises UserCodeError.
+    """
+    opponent, seed = seats.opponents[seat], episode.seed(f"{seat}/{key}")
+    name, limit = f"opponents.{seat} ({opponent.name})", episode.shared.deadlines.step
+    started = time.perf_counter()
+    [answer] = await outcomes(name, partial(opponent.reply, messages), [seed], limit, "step")
+    episode.took("environment", started)
+    if isinstance(answer, UserCodeError):
+        raise answer
+    return answer

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+PACKAGES = {"np", "pd", "numpy", "pandas"}
 _BUILTINS = frozenset(dir(builtins))
 
 
@@ -33,13 +34,7 @@ def code_tests(text: str, entry_point: str = "") -> list[CodeTest]:
     `check(candidate)` is called with the program's function `entry_point`. Raises ValueError if
     there is no test, or the text is no Python.
     """
-    try:
-        tree = ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError) as error:
-        line = f" in line {error.lineno}" if isinstance(error, SyntaxError) else ""
-        raise ValueError(
-            f"the tests are not valid Python: {getattr(error, 'msg', error)}{line}"
-        ) from None
+    tree = _parsed(text)
     program = _program_names(tree, entry_point)
     if wrong := next(_undecidable(tree, program), ""):
         raise ValueError(wrong)
@@ -47,23 +42,39 @@ def code_tests(text: str, entry_point: str = "") -> list[CodeTest]:
     before: list[ast.stmt] = []
     seen = 0
     for node in tree.body:
-        if isinstance(node, ast.FunctionDef) and node.name.startswith("test"):
-            call = ast.parse(f"{node.name}()").body
-            found.append(_test([*before, node, *call], program, node.name))
-        elif isinstance(node, ast.FunctionDef) and node.name == "check" and entry_point:
-            named = _named(node, entry_point)
-            found += [_test(body, program) for body in _parts([*before, named, *node.body])]
-        elif isinstance(node, ast.Assert):
-            found.append(_test([*before, node], program))
-        elif not _calls_check(node):
+        tests = [_test(body, program, name) for name, body in _bodies(node, before, entry_point)]
+        if tests or _calls_check(node):
+            found, seen = found + tests, len(before)
+        else:
             before.append(node)
-            continue
-        seen = len(before)
     if _judging(before, before[seen:]):
         found.append(_test(before, program))
     if why := _no_test(tree, found, program):
         raise ValueError(f"there is no test in {text[:80]!r}: {why}")
     return found
+
+
+def _bodies(
+    node: ast.stmt, before: Sequence[ast.stmt], entry_point: str
+) -> Iterator[tuple[str, Sequence[ast.stmt]]]:
+    """The tests that a statement makes with those before it: their names and statements."""
+    if isinstance(node, ast.Assert):
+        yield "", [*before, node]
+    elif isinstance(node, ast.FunctionDef) and node.name.startswith("test"):
+        yield node.name, [*before, node, *ast.parse(f"{node.name}()").body]
+    elif isinstance(node, ast.FunctionDef) and node.name == "check" and entry_point:
+        named = _named(node, entry_point)
+        yield from (("", body) for body in _parts([*before, named, *node.body]))
+
+
+def _parsed(text: str) -> ast.Module:
+    try:
+        return ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError) as error:
+        line = f" in line {error.lineno}" if isinstance(error, SyntaxError) else ""
+        raise ValueError(
+            f"the tests are not valid Python: {getattr(error, 'msg', error)}{line}"
+        ) from None
 
 
 def _test(body: Sequence[ast.stmt], program: frozenset[str], name: str = "") -> CodeTest:
@@ -79,12 +90,12 @@ def _modules(tree: ast.AST, program: frozenset[str]) -> set[str]:
 
     A name that is called, such as `array(...)`, is the program's.
     """
-    owners = {getattr(n.value, "id", "") for n in ast.walk(tree) if isinstance(n, ast.Attribute)}
+    owners = {_owner(n) for n in ast.walk(tree) if isinstance(n, ast.Attribute)}
     return (owners & program & sys.stdlib_module_names) - _called(tree)
 
 
 def _called(tree: ast.AST) -> set[str]:
-    return {getattr(n.func, "id", "") for n in ast.walk(tree) if isinstance(n, ast.Call)}
+    return {_owner(n) for n in ast.walk(tree) if isinstance(n, ast.Call)}
 
 
 def _no_test(tree: ast.Module, found: Sequence[CodeTest], program: frozenset[str]) -> str:
@@ -102,47 +113,57 @@ def _no_test(tree: ast.Module, found: Sequence[CodeTest], program: frozenset[str
 def _program_names(tree: ast.Module, entry_point: str) -> frozenset[str]:
     """The names that the tests don't bind. A built-in one if they call nothing but that."""
     bound = _names(tree, ast.Store) | ({"check"} if entry_point else set())
-    for node in ast.walk(tree):
-        if isinstance(node, ast.arg):
-            bound.add(node.arg)
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            bound.add(node.name)
-        elif isinstance(node, ast.ExceptHandler):
-            bound.add(node.name or "")
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            bound |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
+    bound.update(name for node in ast.walk(tree) for name in _bound(node))
     free = _names(tree, ast.Load) - bound | ({entry_point} if entry_point else set())
     called = _called(tree) & free
     return frozenset(free - _BUILTINS or (called if len(called) == 1 else ()))
 
 
+def _bound(node: ast.AST) -> Iterator[str]:
+    """The names that a node binds, other than by an assignment."""
+    if isinstance(node, ast.arg):
+        yield node.arg
+    elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        yield node.name
+    elif isinstance(node, ast.ExceptHandler):
+        yield node.name or ""
+    elif isinstance(node, ast.Import | ast.ImportFrom):
+        yield from (alias.asname or alias.name.partition(".")[0] for alias in node.names)
+
+
 def _undecidable(tree: ast.Module, program: frozenset[str]) -> Iterator[str]:
     """What only the program's own classes could decide, with its line."""
-    packages = {"np", "pd", "numpy", "pandas"} & program
     for node in ast.walk(tree):
-        if isinstance(node, ast.Compare):
-            values = [node.left, *node.comparators]
-            objects = [value for value in values if _is_object(value, program)]
-            others = [value for value in values if value not in objects[:1]]
-            equal = isinstance(node.ops[0], ast.Eq | ast.NotEq | ast.Is | ast.IsNot)
-            if not (equal and objects and any(_names(value) & program for value in others)):
-                continue
+        if isinstance(node, ast.Compare) and _compares_objects(node, program):
             why = "compares objects of the program; compare their attributes, or str() of them"
         elif isinstance(node, ast.ClassDef) and any(_names(b) & program for b in node.bases):
             why = "derives a class from one of the program; call the program's own class"
-        elif isinstance(node, ast.Attribute) and getattr(node.value, "id", "") in packages:
+        elif isinstance(node, ast.Attribute) and _owner(node) in PACKAGES & program:
             why = "needs a module of the program; import it in the tests"
         else:
             continue
         yield f"line {node.lineno} of the tests, `{ast.unparse(node).splitlines()[0]}`, {why}"
 
 
+def _compares_objects(node: ast.Compare, program: frozenset[str]) -> bool:
+    values = [node.left, *node.comparators]
+    objects = [value for value in values if _is_object(value, program)]
+    others = [value for value in values if value not in objects[:1]]
+    equal = isinstance(node.ops[0], ast.Eq | ast.NotEq | ast.Is | ast.IsNot)
+    return equal and bool(objects) and any(_names(value) & program for value in others)
+
+
 def _is_object(node: ast.expr, program: frozenset[str]) -> bool:
     """Whether it is, by its name, an instance or an attribute of a class of the program."""
-    owner = getattr(node, "func" if isinstance(node, ast.Call) else "value", None)
-    if not isinstance(node, ast.Call | ast.Attribute) or not isinstance(owner, ast.Name):
-        return False
-    return owner.id in program and owner.id.lstrip("_")[:1].isupper()
+    owner = _owner(node)
+    return owner in program and owner.lstrip("_")[:1].isupper()
+
+
+def _owner(node: ast.AST) -> str:
+    """The name that is called, or whose attribute it is; empty for anything else."""
+    if isinstance(node, ast.Call):
+        return getattr(node.func, "id", "")
+    return getattr(node.value, "id", "") if isinstance(node, ast.Attribute) else ""
 
 
 def _named(check: ast.FunctionDef, entry_point: str) -> ast.stmt:
@@ -192,10 +213,7 @@ def _nested(body: Sequence[ast.stmt]) -> bool:
 
 
 def _calls_check(node: ast.stmt) -> bool:
-    call = node.value if isinstance(node, ast.Expr) else None
-    return (
-        isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "check"
-    )
+    return isinstance(node, ast.Expr) and _owner(node.value) == "check"
 
 
 def _names(node: ast.AST, context: type[ast.expr_context] = ast.expr_context) -> set[str]:

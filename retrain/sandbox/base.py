@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from retrain.errors import ConfigError
@@ -38,17 +38,20 @@ class SandboxLimits:
     @classmethod
     def of(cls, given: Mapping[str, Any], where: str) -> SandboxLimits:
         """The limits with the keys of a config; raises ConfigError for a wrong key or value."""
-        types = {field.name: float if field.name == "seconds" else int for field in fields(cls)}
-        problems = []
-        for name, value in given.items():
-            if name not in types:
-                problems.append(f"{where}.{name}: unknown; expected one of {', '.join(types)}")
-            elif isinstance(value, bool) or not isinstance(value, int | types[name]) or value <= 0:
-                kind = "a number" if types[name] is float else "an integer"
-                problems.append(f"{where}.{name}: got {value!r}, expected {kind} above 0")
+        problems = [problem for item in given.items() if (problem := _problem(*item))]
         if problems:
-            raise ConfigError(*problems)
+            raise ConfigError(*(f"{where}.{problem}" for problem in problems))
         return cls(**given)
+
+
+def _problem(name: str, value: Any) -> str:
+    """What is wrong with a limit of a config; empty if nothing is."""
+    names = SandboxLimits.__slots__
+    if name not in names:
+        return f"{name}: unknown; expected one of {', '.join(names)}"
+    kinds, expected = ((int, float), "a number") if name == "seconds" else ((int,), "an integer")
+    good = type(value) in kinds and value > 0
+    return "" if good else f"{name}: got {value!r}, expected {expected} above 0"
 
 
 @dataclass(frozen=True, slots=True)

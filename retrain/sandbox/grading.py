@@ -72,21 +72,20 @@ def tests_of(row: Row | Prompt, column: str | None) -> Tests:
     entry_point = str(columns.get("entry_point") or "")
     if (column or "tests") in columns:
         return read_tests(columns[column or "tests"], entry_point)
-    names = [*columns, *(["answer"] if row.answer is not None else [])]
-    known = f"its columns are {', '.join(map(str, names)) or 'none'}"
+    known = f"{_columns(row)}; set `column` to the right one"
     if column or row.answer is None:
         wanted = f"`{column}`" if column else "`tests` and no `answer`"
-        raise ValueError(
-            f"the row has no column {wanted}, expected its tests; {known}; set `column` to the "
-            f"right one; {FORMS}"
-        )
+        raise ValueError(f"the row has no column {wanted}, expected its tests; {known}; {FORMS}")
     try:
         return read_tests(row.answer, entry_point)
     except ValueError as error:
-        raise ValueError(
-            f"the row has no column `tests`, and its `answer` has no tests: {error}; {known}; set "
-            "`column` to the right one"
-        ) from None
+        what = "the row has no column `tests`, and its `answer` has no tests"
+        raise ValueError(f"{what}: {error}; {known}") from None
+
+
+def _columns(row: Row | Prompt) -> str:
+    names = [*row.metadata, *(["answer"] if row.answer is not None else [])]
+    return f"its columns are {', '.join(map(str, names)) or 'none'}"
 
 
 def read_tests(tests: Any, entry_point: str = "") -> Tests:
@@ -94,20 +93,30 @@ def read_tests(tests: Any, entry_point: str = "") -> Tests:
 
     `entry_point` is the function that a test file's `check(candidate)` gets.
     """
+    given = _listed(tests)
+    if not isinstance(given, Sequence) or not given:
+        raise ValueError(f"got the tests {str(tests)[:80]!r}, expected a list or code; {FORMS}")
+    if all(isinstance(test, str) for test in given):
+        return [test for text in given for test in code_tests(text, entry_point)]
+    return [_io_test(test) for test in given]
+
+
+def _listed(tests: Any) -> Any:
+    """The list that stands for a single text of code, for JSON or for two lists."""
     if isinstance(tests, str) and tests.lstrip()[:1] in ("[", "{"):
         with suppress(ValueError):  # it is code
             tests = json.loads(tests)  # parquet files often have lists as JSON
     if isinstance(tests, Mapping) and {"inputs", "outputs"} <= tests.keys():
-        tests = _paired(tests["inputs"], tests["outputs"])
-    if isinstance(tests, str) and tests.strip():
-        return code_tests(tests, entry_point)
-    if not isinstance(tests, Sequence) or not tests or isinstance(tests, str):
-        raise ValueError(f"got the tests {str(tests)[:80]!r}, expected a list or code; {FORMS}")
-    if all(isinstance(test, Mapping) and {"input", "output"} <= test.keys() for test in tests):
-        return [IOTest(_text(test["input"]), _text(test["output"])) for test in tests]
-    if all(isinstance(test, str) for test in tests):
-        return [test for text in tests for test in code_tests(text, entry_point)]
-    raise ValueError(f"got tests such as {str(tests[0])[:80]!r}; {FORMS}")
+        return _paired(tests["inputs"], tests["outputs"])
+    if isinstance(tests, str):
+        return [tests] if tests.strip() else []
+    return tests
+
+
+def _io_test(test: Any) -> IOTest:
+    if isinstance(test, Mapping) and {"input", "output"} <= test.keys():
+        return IOTest(_text(test["input"]), _text(test["output"]))
+    raise ValueError(f"got tests such as {str(test)[:80]!r}; {FORMS}")
 
 
 def _paired(inputs: Any, outputs: Any) -> list[dict[str, Any]]:
@@ -140,14 +149,13 @@ async def grade(
 ) -> Graded:
     """Run a program against tests. Raises SandboxError if the sandbox fails."""
     limits = limits or SandboxLimits()
-    if isinstance(tests[0], IOTest):
-        pairs = [test for test in tests if isinstance(test, IOTest)]
+    pairs = [test for test in tests if isinstance(test, IOTest)]
+    if pairs:
         return await _by_output(sandbox, program, pairs, limits, command)
     if command[0] != "python":
         raise ValueError(f"got tests as code for {command[0]!r}; only Python programs have those")
-    return await _by_code(
-        sandbox, program, [test for test in tests if isinstance(test, CodeTest)], limits
-    )
+    code = [test for test in tests if isinstance(test, CodeTest)]
+    return await _by_code(sandbox, program, code, limits)
 
 
 async def _by_output(
@@ -164,14 +172,12 @@ async def _by_output(
         result.exit_code == 0 and _lines(result.stdout) == _lines(test.output)
         for result, test in zip(results, tests, strict=True)
     )
-    for test, result, good in zip(tests, results, passed, strict=True):
-        if not good:
-            printed = f"printed {_cut(result.stdout)!r}" if result.stdout else "printed nothing"
-            why = _ending(result, limits)
-            return Graded(
-                passed, f"With the input {_cut(test.input)!r}, it {printed}. {why}".strip()
-            )
-    return Graded(passed)
+    if all(passed):
+        return Graded(passed)
+    result, given = results[passed.index(False)], tests[passed.index(False)].input
+    printed = f"printed {_cut(result.stdout)!r}" if result.stdout else "printed nothing"
+    why = _ending(result, limits)
+    return Graded(passed, f"With the input {_cut(given)!r}, it {printed}. {why}".strip())
 
 
 async def _all(runs: Sequence[Awaitable[SandboxResult]]) -> list[SandboxResult]:
@@ -192,22 +198,26 @@ async def _by_code(
     secret = secrets.token_hex()
     argv, stdin = ["python", "-c", _script("judge")], f"{secret}\n{json.dumps(given)}"
     ran = await sandbox.run(argv, files, stdin=stdin, limits=limits)
-    lines = [line.partition(" ") for line in ran.stdout.splitlines()]
-    verdicts = [json.loads(text) for key, _, text in lines if key == secret]
+    verdicts = _marked(ran.stdout, secret)
     if len(verdicts) > len(tests):  # it got to the end; the last line is the program's exit code
-        code = verdicts[-1]
+        code = verdicts.pop()
         ran = replace(ran, exit_code=code, limit="cpu" if code == -signal.SIGXCPU else "")
-    verdicts += [{"call": "", "wrong": ENDED}] * len(tests)
-    passed = tuple(verdict["wrong"] == "" for verdict in verdicts[: len(tests)])
-    for test, verdict, good in zip(tests, verdicts, passed, strict=False):
-        if not good:
-            call = f"`{verdict['call']}`" if verdict["call"] else "An assertion"
-            why = verdict["wrong"]
-            if why == ENDED:
-                why = _ending(ran, limits) or why
-            what = f"The test {test.name}" if test.name else call
-            return Graded(passed, f"{what} failed. {_cut(why)}")
-    return Graded(passed)
+    verdicts += [{"call": "", "wrong": ENDED}] * (len(tests) - len(verdicts))
+    passed = tuple(verdict["wrong"] == "" for verdict in verdicts)
+    failed = (pair for pair in zip(tests, verdicts, strict=True) if pair[1]["wrong"])
+    return Graded(passed, next((_failure(*pair, _ending(ran, limits)) for pair in failed), ""))
+
+
+def _marked(printed: str, secret: str) -> list[Any]:
+    """The lines of the judge, which begin with the secret."""
+    lines = (line.partition(" ") for line in printed.splitlines())
+    return [json.loads(text) for key, _, text in lines if key == secret]
+
+
+def _failure(test: CodeTest, verdict: Mapping[str, str], ending: str) -> str:
+    call = f"`{verdict['call']}`" if verdict["call"] else "An assertion"
+    why = (verdict["wrong"] == ENDED and ending) or verdict["wrong"]
+    return f"{f'The test {test.name}' if test.name else call} failed. {_cut(why)}"
 
 
 def _script(name: str) -> str:

@@ -1,8 +1,8 @@
 """What runs between the server and the program: namespaces, a new root, limits, a seccomp filter.
 
-The server forks the *outer* process of a sandbox, which enters new namespaces and forks the *init*,
-process 1 in there. It builds the root, gives up all privileges, starts the program and watches it.
-When the init ends, the kernel kills whatever is left in the sandbox.
+A process that the server forks enters new namespaces and forks the *init*, process 1 in there. It
+builds the root, gives up all privileges, starts the program and watches it. When the init ends, the
+kernel kills whatever is left in the sandbox.
 
 Linux 5.14 or later: older kernels count the processes of all sandboxes of a user together. This
 module and `server` import only what starts within milliseconds.
@@ -11,14 +11,16 @@ module and `server` import only what starts within milliseconds.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import json
 import os
 import resource
 import signal
 import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, NoReturn
 
 Spec = dict[str, Any]
@@ -28,8 +30,10 @@ SCRATCH = "/tmp"
 """The working folder of a program, the only one that it can write to."""
 ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": SCRATCH, "LANG": "C.UTF-8"}
 NOBODY = 65534
-KILLED = 128 + signal.SIGKILL
-"""The exit code of the outer process if the init was killed; it is that of bubblewrap too."""
+KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
+"""The exit codes of an init that was killed; the second one is bubblewrap's."""
+STATUS = 3
+"""The descriptor to which the init reports."""
 NEAR = b"near\n"
 """The first line of the status if the processes have used half of the memory that they may use."""
 TICK = 0.05
@@ -51,35 +55,40 @@ _MOUNT_SETATTR, _PIVOT_ROOT = 442, {"x86_64": 155, "aarch64": 41}
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def outer(spec: Spec, status: int) -> NoReturn:
-    """Enter the namespaces and wait for the init; ends with the server."""
-    die_with_parent()
-    if spec["mode"] == "bubblewrap":
-        _bubblewrap(spec, status)
-    uid, gid = os.geteuid(), os.getegid()
-    others = _NEWNS | _NEWPID | _NEWNET | _NEWIPC | _NEWUTS | _NEWCGROUP
-    # Root needs no user namespace to set up the others, and so the program can't own them.
-    _call("unshare", others if uid == 0 else others | _NEWUSER)
-    if uid != 0:
-        _map(uid, gid)
+def start(spec: Spec, descriptors: Sequence[int]) -> int:
+    """Start the init in new namespaces; returns its process. It dies with this one.
+
+    `descriptors` are its input, its two outputs, and the one to which it reports.
+    """
+    bubblewrap = spec["mode"] == "bubblewrap"
+    if not bubblewrap:
+        uid, gid = os.geteuid(), os.getegid()
+        others = _NEWNS | _NEWPID | _NEWNET | _NEWIPC | _NEWUTS | _NEWCGROUP
+        # Root needs no user namespace to set up the others, and so the program can't own them.
+        _call("unshare", others if uid == 0 else others | _NEWUSER)
+        if uid != 0:
+            _map(uid, gid)
     init = os.fork()
     if init == 0:
-        guarded(status, lambda: _init(spec, status))
-    os.closerange(0, status + 1)
-    _, code = os.waitpid(init, 0)
-    os._exit(KILLED if os.WIFSIGNALED(code) else 0)
+        high = [fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, 64) for number in descriptors]
+        for target, number in enumerate(high):
+            os.dup2(number, target, inheritable=target < STATUS)
+        os.closerange(STATUS + 1, 2**16)
+        guarded(partial(_bubblewrap if bubblewrap else _init, spec))
+    return init
 
 
-def guarded(status: int, work: Callable[[], None]) -> NoReturn:
-    """Run `work`, which doesn't return; an error is reported through `status`."""
+def guarded(work: Callable[[], None]) -> NoReturn:
+    """Run `work`, which doesn't return; an error is reported."""
     try:
         work()
-    except BaseException as error:  # noqa: BLE001 - of a forked process, which must end here
-        _report(status, {"error": f"{type(error).__name__}: {error}"})
-    os._exit(1)
+    except Exception as error:  # noqa: BLE001 - whatever it is, the sandbox failed
+        _report({"error": f"{type(error).__name__}: {error}"})
+    finally:
+        os._exit(1)  # of a forked process, which must end here
 
 
-def _init(spec: Spec, status: int) -> NoReturn:
+def _init(spec: Spec) -> NoReturn:
     die_with_parent()
     proc = os.open("/proc", os.O_PATH)
     _build_root(spec["read_only"], spec["limits"])
@@ -89,12 +98,12 @@ def _init(spec: Spec, status: int) -> NoReturn:
         die_with_parent(check=False)  # the kernel forgets it when the user changes
     with suppress(OSError):  # a container may show it read-only; the filter denies them as well
         # Through the old /proc; it concerns only our new user namespace.
-        _write(os.open("sys/user/max_user_namespaces", os.O_WRONLY, dir_fd=proc), b"0")
+        write(os.open("sys/user/max_user_namespaces", os.O_WRONLY, dir_fd=proc), b"0")
     os.close(proc)
-    supervise(spec, status)
+    supervise(spec)
 
 
-def supervise(spec: Spec, status: int) -> NoReturn:
+def supervise(spec: Spec) -> NoReturn:
     """Start the program, watch it, and report how it ended."""
     # If the machine lacks memory, the kernel kills this process before the program: if a program
     # is killed and this process is not, the program did it.
@@ -107,13 +116,13 @@ def supervise(spec: Spec, status: int) -> NoReturn:
     os.chdir(SCRATCH)
     for name, text in spec["files"].items():
         os.makedirs(os.path.dirname(name) or ".", exist_ok=True)
-        _write(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), text.encode())
+        write(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), text.encode())
     program = os.fork()
     if program == 0:
-        guarded(status, lambda: _program(spec))
-    _write(score, b"1000")
+        guarded(partial(_program, spec))
+    write(score, b"1000")
     os.closerange(0, 3)
-    _report(status, ending(program, spec["limits"], status))
+    _report(ending(program, spec["limits"]))
     os._exit(0)
 
 
@@ -135,7 +144,7 @@ def set_limits(limits: dict[str, Any]) -> None:
         (resource.RLIMIT_AS, memory, memory),
         (resource.RLIMIT_FSIZE, disk, disk),
         (resource.RLIMIT_NOFILE, 256, 256),
-        # The init, the judge of a program and, for an ordinary user, the outer process count too.
+        # The init, the judge of a program and, for an ordinary user, its parent count too.
         (resource.RLIMIT_NPROC, limits["processes"] + 3, limits["processes"] + 3),
         (resource.RLIMIT_CORE, 0, 0),
     ):
@@ -144,14 +153,14 @@ def set_limits(limits: dict[str, Any]) -> None:
         resource.setrlimit(number, (min(soft, most), most))
 
 
-def ending(program: int, limits: dict[str, Any], status: int) -> dict[str, Any]:
+def ending(program: int, limits: dict[str, Any]) -> dict[str, Any]:
     """How the program ended. If this process lacks memory or files, the program has taken them."""
     with suppress(OSError, MemoryError):
-        return _watched(program, limits, status)
+        return _watched(program, limits)
     return {"code": -signal.SIGKILL}
 
 
-def _watched(program: int, limits: dict[str, Any], status: int) -> dict[str, Any]:
+def _watched(program: int, limits: dict[str, Any]) -> dict[str, Any]:
     """Wait for the program, and reap what it abandoned; end it above the limits."""
     near = False
     while True:
@@ -165,7 +174,7 @@ def _watched(program: int, limits: dict[str, Any], status: int) -> dict[str, Any
         count, kilobytes = _usage()
         if not near and kilobytes > limits["memory"] << 9:
             near = True
-            os.write(status, NEAR)
+            os.write(STATUS, NEAR)
         if kilobytes > limits["memory"] << 10:
             return {"code": -signal.SIGKILL, "limit": "memory"}
         if count > limits["processes"] + 3:  # where RLIMIT_NPROC doesn't count, as for root
@@ -192,7 +201,7 @@ def _build_root(read_only: list[str], limits: dict[str, Any]) -> None:
     _mount("tmpfs", SCRATCH, "tmpfs", _NOSUID | _NODEV, "mode=755,size=1m,nr_inodes=4096")
     os.chdir(SCRATCH)
     os.mkdir("old", 0o755)
-    _syscall(_PIVOT_ROOT[os.uname().machine], b".", b"old")
+    _call("syscall", _PIVOT_ROOT[os.uname().machine], b".", b"old")
     os.chdir("/")
     for path in ("/dev", "/proc", SCRATCH):
         os.makedirs(path, 0o755, exist_ok=True)
@@ -221,7 +230,7 @@ def _show(path: str) -> None:
         _bind(f"/old{path}", path)
         # struct mount_attr: read-only, no set-uid, no devices; with all that is mounted below
         attributes = struct.pack("QQQQ", 1 | 2 | 4, 0, 0, 0)
-        _syscall(_MOUNT_SETATTR, -100, path.encode(), 0x8000, attributes, len(attributes))
+        _call("syscall", _MOUNT_SETATTR, -100, path.encode(), 0x8000, attributes, len(attributes))
 
 
 def _bind(source: str, target: str) -> None:
@@ -246,7 +255,7 @@ def _map(uid: int, gid: int) -> None:
     """Set the only user and group of our new user namespace."""
     maps = {"uid_map": f"{uid} {uid} 1", "setgroups": "deny", "gid_map": f"{gid} {gid} 1"}
     for name, text in maps.items():
-        _write(os.open(f"/proc/self/{name}", os.O_WRONLY), text.encode())
+        write(os.open(f"/proc/self/{name}", os.O_WRONLY), text.encode())
 
 
 def _drop_privileges() -> None:
@@ -294,37 +303,45 @@ _MACHINES = {"x86_64": (0, 0xC000003E, 56, 41), "aarch64": (1, 0xC00000B7, 220, 
 _CLONE3, _FAMILIES = 435, (1, 2, 10)  # sockets: Unix and Internet, which reach nothing in here
 _KILL, _ALLOW, _ERROR = 0x80000000, 0x7FFF0000, 0x00050000
 _LOAD, _EQUAL, _ANY_BIT, _AT_LEAST, _RETURN = 0x20, 0x15, 0x45, 0x35, 0x06
+_Code = list[tuple[int, int, int, int]]
+"""Lines of a filter: (operation, jump if true, jump if false, value)."""
 
 
 def filter_system_calls() -> None:
-    """Install the seccomp filter; each line is (operation, jump if true, jump if false, value)."""
+    """Install the seccomp filter."""
     column, machine, clone, socket = _MACHINES[os.uname().machine]
-    eperm, enosys, eafnosupport = _ERROR | 1, _ERROR | 38, _ERROR | 97
+    allow, eperm, enosys, eafnosupport = (
+        (_RETURN, 0, 0, action) for action in (_ALLOW, _ERROR | 1, _ERROR | 38, _ERROR | 97)
+    )
     code = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, machine), (_RETURN, 0, 0, _KILL), (_LOAD, 0, 0, 0)]
     if column == 0:  # the numbers of x32 would pass the list
-        code += [(_AT_LEAST, 0, 1, 0x40000000), (_RETURN, 0, 0, eperm)]
+        code += [(_AT_LEAST, 0, 1, 0x40000000), eperm]
     for number in _DENIED[column::3]:
-        code += [(_EQUAL, 0, 1, int(number)), (_RETURN, 0, 0, eperm)]
+        code += _for_call(int(number), [eperm])
     for number, given in zip(_OWN[column::4], _OWN[2::4], strict=True):
-        values = [int(value) for value in given.split(",")]
-        code += [(_EQUAL, 0, 2 * len(values) + 2, int(number))]
-        for i, value in enumerate(values):
-            code += [(_LOAD, 0, 0, 16 + 8 * i), (_EQUAL, 0, 2 * (len(values) - i) - 1, value)]
-        code += [(_RETURN, 0, 0, _ALLOW), (_RETURN, 0, 0, eperm)]
+        checks = [
+            line
+            for i, value in enumerate(given.split(","))
+            for line in ((_LOAD, 0, 0, 16 + 8 * i), (_EQUAL, 1, 0, int(value)), eperm)
+        ]
+        code += _for_call(int(number), [*checks, allow])
     # The flags of clone3 are in memory, where a filter can't read; libc falls back to clone.
-    code += [(_EQUAL, 0, 1, _CLONE3), (_RETURN, 0, 0, enosys)]
+    code += _for_call(_CLONE3, [enosys])
     namespaces = _NEWNS | _NEWCGROUP | _NEWUTS | _NEWIPC | _NEWUSER | _NEWPID | _NEWNET
-    code += [(_EQUAL, 0, 4, clone), (_LOAD, 0, 0, 16), (_ANY_BIT, 0, 1, namespaces)]
-    code += [(_RETURN, 0, 0, eperm), (_RETURN, 0, 0, _ALLOW)]
-    families = [(_EQUAL, len(_FAMILIES) - i, 0, family) for i, family in enumerate(_FAMILIES)]
-    code += [(_EQUAL, 0, len(families) + 2, socket), (_LOAD, 0, 0, 16), *families]
-    code += [(_RETURN, 0, 0, eafnosupport), (_RETURN, 0, 0, _ALLOW)]
+    code += _for_call(clone, [(_LOAD, 0, 0, 16), (_ANY_BIT, 0, 1, namespaces), eperm, allow])
+    families = [line for family in _FAMILIES for line in ((_EQUAL, 0, 1, family), allow)]
+    code += [*_for_call(socket, [(_LOAD, 0, 0, 16), *families, eafnosupport]), allow]
     table = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in code))
     program = struct.pack("HxxxxxxQ", len(code), ctypes.addressof(table))
     _call("prctl", _SECCOMP, 2, program, 0, 0)
 
 
-def _bubblewrap(spec: Spec, status: int) -> NoReturn:
+def _for_call(number: int, code: _Code) -> _Code:
+    """The code of one system call, which returns."""
+    return [(_EQUAL, 0, len(code), number), *code]
+
+
+def _bubblewrap(spec: Spec) -> NoReturn:
     """Become bubblewrap, whose process 1 is this module again, from `supervise` on."""
     source, limits = os.path.abspath(__file__), spec["limits"]
     argv = [spec["bubblewrap"], "--unshare-all", "--die-with-parent", "--as-pid-1", "--new-session"]
@@ -341,14 +358,14 @@ def _bubblewrap(spec: Spec, status: int) -> NoReturn:
     passed = os.memfd_create("spec", 0)
     os.write(passed, json.dumps(spec).encode())
     os.lseek(passed, 0, os.SEEK_SET)
-    os.set_inheritable(status, True)
-    argv += [spec["python"], "-I", "-S", "-B", source, str(passed), str(status)]
+    os.set_inheritable(STATUS, True)
+    argv += [spec["python"], "-I", "-S", "-B", source, str(passed)]
     os.execv(argv[0], argv)
 
 
-def _report(status: int, message: dict[str, Any]) -> None:
+def _report(message: dict[str, Any]) -> None:
     """One line; only the first one counts."""
-    os.write(status, json.dumps(message).encode() + b"\n")
+    os.write(STATUS, json.dumps(message).encode() + b"\n")
 
 
 def _mount(source: str, target: str, kind: str = "", flags: int = 0, options: str = "") -> None:
@@ -365,13 +382,7 @@ def _call(name: str, *arguments: Any) -> None:
         raise OSError(number, f"{name}: {os.strerror(number)}")
 
 
-def _syscall(number: int, *arguments: Any) -> None:
-    if _libc.syscall(ctypes.c_long(number), *arguments) < 0:
-        error = ctypes.get_errno()
-        raise OSError(error, f"system call {number}: {os.strerror(error)}")
-
-
-def _write(descriptor: int, data: bytes) -> None:
+def write(descriptor: int, data: bytes) -> None:
     try:
         while data:
             data = data[os.write(descriptor, data) :]
@@ -380,8 +391,6 @@ def _write(descriptor: int, data: bytes) -> None:
 
 
 if __name__ == "__main__":  # in bubblewrap
-    spec_file, status_file = int(sys.argv[1]), int(sys.argv[2])
-    os.set_inheritable(status_file, False)
-    with open(spec_file, encoding="utf-8") as given:
-        asked = json.load(given)
-    guarded(status_file, lambda: supervise(asked, status_file))
+    os.set_inheritable(STATUS, False)
+    with open(int(sys.argv[1]), encoding="utf-8") as given:
+        guarded(partial(supervise, json.load(given)))

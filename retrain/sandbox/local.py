@@ -1,6 +1,6 @@
-"""Sandboxes of this machine: namespaces or bubblewrap, which server processes set up.
+"""Sandboxes of this machine: namespaces or bubblewrap, which a server process sets up.
 
-A server runs on plain Python without this package's imports, see `server` and `jail`.
+The server runs on plain Python without this package's imports, see `server` and `jail`.
 """
 
 from __future__ import annotations
@@ -12,25 +12,20 @@ import os
 import platform
 import re
 import shutil
-import struct
+import socket
 import subprocess
 import sys
-from asyncio.subprocess import Process
+from asyncio.subprocess import DEVNULL
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import cache
-from itertools import count
 from pathlib import Path
 from typing import Any
 
-from retrain.concurrency import children
+from retrain.concurrency.children import Child
 from retrain.sandbox.base import Sandbox, SandboxError, SandboxLimits, SandboxResult
 
-PER_SERVER = 8
-"""Programs that one server runs at the same time; a server is one thread."""
-FRAME = 2**27
-"""The most bytes of one reply."""
 ROOT = Path(__file__).resolve().parent
 START = """
 import sys, types, json
@@ -38,7 +33,7 @@ for name, folder in json.loads(sys.argv[1]).items():
     sys.modules[name] = package = types.ModuleType(name)
     package.__path__ = [folder]
 from retrain.sandbox import server
-server.main(json.loads(sys.argv[2]))
+getattr(server, sys.argv[2])(json.loads(sys.argv[3]))
 """
 """Imports the server without executing the packages around it, which take longer to load."""
 
@@ -56,14 +51,16 @@ class LocalSandbox(Sandbox):
     """Runs up to `processes` programs at a time, each in namespaces of its own.
 
     `mode` is "namespaces" or "bubblewrap"; with `packages`, programs can import the packages that
-    are installed for this process.
+    are installed for this process. The server starts with the first program, and again if it died.
     """
 
     def __init__(self, mode: str, processes: int, packages: bool = False) -> None:
         self.mode = mode
         self._free = asyncio.Semaphore(processes)
         self._config = config_of(mode, packages)
-        self._servers = [_Server(self._config) for _ in range(-(-processes // PER_SERVER))]
+        self._starting = asyncio.Lock()
+        self._server: Child | None = None
+        self._programs: socket.socket | None = None
 
     async def run(
         self,
@@ -75,86 +72,48 @@ class LocalSandbox(Sandbox):
     ) -> SandboxResult:
         request = _request(self._config, command, files, stdin, limits or SandboxLimits())
         async with self._free:
-            return await min(self._servers, key=lambda server: server.load).run(request)
+            reader, writer = await asyncio.open_connection(sock=await self._connected())
+            try:
+                writer.write(request)
+                return _result(await reader.read())
+            except OSError:
+                return _result(b"")
+            finally:
+                writer.transport.abort()  # so a program that still runs ends
 
     async def close(self) -> None:
-        await asyncio.gather(*(server.close() for server in self._servers))
+        server, programs = self._server, self._programs
+        self._server = self._programs = None
+        if programs is not None:
+            programs.close()
+        if server is not None:
+            await server.end(grace=0.5)
 
-
-class _Server:
-    """A server process; it starts with its first program, and again if it dies."""
-
-    def __init__(self, config: Mapping[str, Any]) -> None:
-        self._argv = argv_of(config)
-        self._starting = asyncio.Lock()
-        self._process: Process | None = None
-        self._reader: asyncio.Task[None] | None = None
-        self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
-        self._numbers = count()
-        self.load = 0
-
-    async def run(self, request: Mapping[str, Any]) -> SandboxResult:
-        self.load += 1
-        try:
-            reply = await self._answer(next(self._numbers), request)
-        finally:
-            self.load -= 1
-        return _result(reply)
-
-    async def _answer(self, number: int, request: Mapping[str, Any]) -> dict[str, Any]:
-        process = await self._started()
-        future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
-        self._waiting[number] = future
-        await _send(process, {**request, "id": number})
-        try:
-            return await future
-        except asyncio.CancelledError:
-            with suppress(SandboxError):
-                await _send(process, {"cancel": number})
-            raise
-        finally:
-            self._waiting.pop(number, None)
-
-    async def _started(self) -> Process:
+    async def _connected(self) -> socket.socket:
+        """A connection to a new process of the server."""
         async with self._starting:
-            if self._process is None:
-                self._process = await children.start(self._argv, env={}, limit=2**20)
-                self._reader = asyncio.create_task(self._read(self._process))
-            return self._process
+            if self._programs is not None:
+                with suppress(ConnectionError):
+                    return _handed(self._programs)
+                await self.close()  # it has ended
+            self._programs, theirs = socket.socketpair()
+            with theirs:
+                self._server = await Child.start(
+                    argv_of("main", self._config), env={}, stdin=theirs.fileno(), stdout=DEVNULL
+                )
+            return _handed(self._programs)
 
-    async def _read(self, process: Process) -> None:
-        """Hand out the replies until the server ends."""
-        assert process.stdout is not None
+
+def _handed(programs: socket.socket) -> socket.socket:
+    """One end of a connection, of which the server gets the other one."""
+    ours, theirs = socket.socketpair()
+    with theirs:
         try:
-            while True:
-                (size,) = struct.unpack(">I", await process.stdout.readexactly(4))
-                reply = json.loads(await process.stdout.readexactly(min(size, FRAME)))
-                future = self._waiting.get(reply["id"])
-                if future is not None and not future.done():
-                    future.set_result(reply)
-        except asyncio.IncompleteReadError:
-            pass
-        finally:
-            self._process = None
-            for future in self._waiting.values():
-                if not future.done():
-                    future.set_exception(SandboxError("the server of the sandboxes ended"))
-            await children.end(process, grace=0.5)
-
-    async def close(self) -> None:
-        if self._reader is not None:
-            self._reader.cancel()
-            await asyncio.wait([self._reader])
-
-
-async def _send(process: Process, message: Mapping[str, Any]) -> None:
-    assert process.stdin is not None
-    data = json.dumps(message).encode()
-    try:
-        process.stdin.write(struct.pack(">I", len(data)) + data)
-        await process.stdin.drain()
-    except (BrokenPipeError, ConnectionResetError, RuntimeError) as error:
-        raise SandboxError("the server of the sandboxes ended") from error
+            socket.send_fds(programs, [b"+"], [theirs.fileno()])
+        except OSError:
+            ours.close()
+            raise
+    return ours
 
 
 def _request(
@@ -163,13 +122,14 @@ def _request(
     files: Mapping[str, str],
     stdin: str,
     limits: SandboxLimits,
-) -> dict[str, Any]:
+) -> bytes:
     for name in files:
         if os.path.isabs(name) or ".." in Path(name).parts:
             raise ValueError(f"got the file {name!r}, expected one in the working folder")
     argv = [*config["interpreter"], *command[1:]] if command[0] == "python" else list(command)
     clean = {name: _encodable(text) for name, text in files.items()}
-    return {"argv": argv, "files": clean, "stdin": _encodable(stdin), "limits": asdict(limits)}
+    request = {"argv": argv, "files": clean, "stdin": _encodable(stdin), "limits": asdict(limits)}
+    return json.dumps(request).encode() + b"\n"
 
 
 def _encodable(text: str) -> str:
@@ -177,7 +137,10 @@ def _encodable(text: str) -> str:
     return text.encode(errors="replace").decode()
 
 
-def _result(reply: Mapping[str, Any]) -> SandboxResult:
+def _result(answer: bytes) -> SandboxResult:
+    if not answer:
+        raise SandboxError("the server of the sandboxes ended")
+    reply = json.loads(answer)
     if "error" in reply:
         raise SandboxError(f"the sandbox failed: {reply['error']}")
     out, err = (base64.b64decode(reply[n]).decode(errors="replace") for n in ("stdout", "stderr"))
@@ -203,16 +166,36 @@ def _package_folders() -> list[str]:
     return [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
 
 
-def argv_of(config: Mapping[str, Any]) -> list[str]:
-    """The command of a server."""
+def argv_of(function: str, config: Mapping[str, Any]) -> list[str]:
+    """The command that calls a function of `server`."""
     packages = {"retrain": str(ROOT.parent), "retrain.sandbox": str(ROOT)}
     own = [config["python"], "-I", "-S", "-B", "-c", START]
-    return [*own, json.dumps(packages), json.dumps(dict(config))]
+    return [*own, json.dumps(packages), function, json.dumps(dict(config))]
 
 
 @cache
 def why_not(mode: str) -> str:
     """Why sandboxes of this mode don't work here, "" if they do: one program is tried."""
+    config = config_of(mode, packages=False)
+    if why := _unsupported(mode, config):
+        return why
+    request = _request(config, ["python", "-c", "print(1)"], {}, "", SandboxLimits())
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.sendall(request)
+        try:
+            subprocess.run(
+                argv_of("one", config), env={}, stdin=theirs.fileno(), capture_output=True
+            )
+            theirs.close()
+            result = _result(ours.makefile("rb").read())
+        except (OSError, SandboxError) as error:
+            return str(error)
+    return "" if result.stdout == "1\n" else result.stderr.strip()[-200:] or f"{result}"
+
+
+def _unsupported(mode: str, config: Mapping[str, Any]) -> str:
+    """What this machine lacks, as far as it can be asked."""
     if not sys.platform.startswith("linux"):
         return f"this system is {platform.system()}, not Linux"
     if platform.machine() not in ("x86_64", "aarch64"):
@@ -220,21 +203,8 @@ def why_not(mode: str) -> str:
     release = platform.release()
     if tuple(int(n) for n in re.findall(r"\d+", release)[:2]) < (5, 14):
         return f"this is Linux {release}, expected 5.14 or later"
-    config = config_of(mode, packages=False)
     if mode == "bubblewrap" and not config["bubblewrap"]:
         return "there is no program bwrap"
     if mode == "bubblewrap" and os.geteuid() == 0:
         return "as root, programs would have the rights of root's files: run as another user"
-    request = {**_request(config, ["python", "-c", "print(1)"], {}, "", SandboxLimits()), "id": 0}
-    data = json.dumps(request).encode()
-    try:
-        with subprocess.Popen(argv_of(config), env={}, stdin=-1, stdout=-1, stderr=-1) as server:
-            assert server.stdin is not None
-            assert server.stdout is not None
-            server.stdin.write(struct.pack(">I", len(data)) + data)
-            server.stdin.flush()
-            (size,) = struct.unpack(">I", server.stdout.read(4))
-            result = _result(json.loads(server.stdout.read(size)))
-    except (OSError, SandboxError, struct.error) as error:
-        return str(error)
-    return "" if result.stdout == "1\n" else result.stderr.strip()[-200:] or f"{result}"
+    return ""

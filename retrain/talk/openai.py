@@ -16,7 +16,7 @@ from retrain.errors import RunError
 from retrain.run import DONE, drive
 from retrain.service.serve import api_key
 from retrain.talk.arguments import require
-from retrain.talk.subject import Subject, find_subject
+from retrain.talk.subject import LoadableModel, find_subject
 from retrain.talk.voice import opened
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def main(arguments: argparse.Namespace) -> int:
     return drive(_serve(subject, arguments, key))
 
 
-def _with_tools(subject: Subject, arguments: argparse.Namespace) -> Subject:
+def _with_tools(subject: LoadableModel, arguments: argparse.Namespace) -> LoadableModel:
     """The subject with the options of tools that were given; raises PluginError."""
     given = {"format": arguments.tools, "show": arguments.show_tools}
     given = {key: value for key, value in given.items() if value is not None}
@@ -48,7 +48,7 @@ def _with_tools(subject: Subject, arguments: argparse.Namespace) -> Subject:
     return replace(subject, chat=chat, tools=tool_format(config))
 
 
-async def _serve(subject: Subject, arguments: argparse.Namespace, key: str | None) -> int:
+async def _serve(subject: LoadableModel, arguments: argparse.Namespace, key: str | None) -> int:
     from retrain.endpoint.public import PublicServer
 
     server = PublicServer(arguments.host, arguments.port, key)

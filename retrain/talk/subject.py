@@ -24,7 +24,7 @@ _EXPECTED = (
 
 
 @dataclass(frozen=True)
-class Subject:
+class LoadableModel:
     """A model that can be loaded."""
 
     name: str
@@ -38,11 +38,11 @@ class Subject:
     tools: Format | None = None
     """The format of tool calls; None if it is to be inferred."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    base: Subject | None = None
+    base: LoadableModel | None = None
     """What it was trained from."""
 
 
-def find_subject(text: str) -> Subject:
+def find_subject(text: str) -> LoadableModel:
     """The model that a command names; raises ConfigError if there is none that can be loaded."""
     folder = Path(text).expanduser()
     if (folder / CONFIG).is_file():
@@ -53,17 +53,17 @@ def find_subject(text: str) -> Subject:
     if folder.parent.name == "checkpoints" and folder.is_dir() and (run / CONFIG).is_file():
         return _of_run(run, folder)
     if (folder / ADAPTER).is_file():
-        base = Subject(_base_of(folder), _base_of(folder))
+        base = LoadableModel(_base_of(folder), _base_of(folder))
         return replace(base, name=text, adapter=folder, base=base)
     if not (folder / "config.json").is_file() and (folder.exists() or _is_missing(folder)):
         raise NotFoundError(f"{_problem(folder)}; {_EXPECTED}")
-    return Subject(text, find_model(text, Path()))
+    return LoadableModel(text, find_model(text, Path()))
 
 
-def _of_run(folder: Path, checkpoint: Path | None = None) -> Subject:
+def _of_run(folder: Path, checkpoint: Path | None = None) -> LoadableModel:
     """A checkpoint of a run; by default its exported model, or its newest checkpoint."""
     config = load_config(folder / CONFIG, fill=False)  # a secret of the run is not needed
-    base = Subject(
+    base = LoadableModel(
         f"{config.model} (the base model)",
         find_model(config.model, config.base_dir),
         template=chat_template(config),

@@ -19,7 +19,7 @@ from retrain.errors import ConfigError, printable
 from retrain.rollout.calls import CallError, Reply
 from retrain.run import DONE, drive
 from retrain.talk.arguments import HELP, options_of, require
-from retrain.talk.subject import Subject, find_subject
+from retrain.talk.subject import LoadableModel, find_subject
 from retrain.talk.voice import Voice, opened
 from retrain.types import Message
 
@@ -62,7 +62,9 @@ def main(arguments: argparse.Namespace) -> int:
     return drive(_talk(subject, arguments, options))
 
 
-async def _talk(subject: Subject, arguments: argparse.Namespace, options: dict[str, Any]) -> int:
+async def _talk(
+    subject: LoadableModel, arguments: argparse.Namespace, options: dict[str, Any]
+) -> int:
     subjects = [("trained", subject)]
     if arguments.compare and subject.base is not None:
         subjects.insert(0, ("base", subject.base))

@@ -18,7 +18,7 @@ from retrain.endpoint.api import Detailed, Extra, Likely
 from retrain.errors import RetrainError, text_of
 from retrain.rollout.calls import CallError, Calls, fitted
 from retrain.sampler import SamplingParams, Tokenizer
-from retrain.talk.subject import Subject
+from retrain.talk.subject import LoadableModel
 from retrain.types import Completion
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def _likely(top: Top | None) -> list[Likely]:
 
 
 @asynccontextmanager
-async def opened(subject: Subject, device: str | None, threads: int) -> AsyncIterator[Voice]:
+async def opened(subject: LoadableModel, device: str | None, threads: int) -> AsyncIterator[Voice]:
     """Load a model, in a thread that Ctrl-C need not wait for.
 
     Raises ConfigError if the model, its chat template or the device is not available.
@@ -136,7 +136,7 @@ async def opened(subject: Subject, device: str | None, threads: int) -> AsyncIte
             pool.close()
 
 
-def _loaded(subject: Subject, device: str | None) -> tuple[Chat, Any, Tokenizer]:
+def _loaded(subject: LoadableModel, device: str | None) -> tuple[Chat, Any, Tokenizer]:
     """The model is a PreTrainedModel."""
     from retrain.engine.models import load_for_sampling, load_tokenizer, resolve_model
 

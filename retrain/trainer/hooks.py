@@ -157,7 +157,7 @@ class Hooks(Nested):
         if not math.isfinite(score):
             return
         if best is None or score >= self._score(run.record.history, int(best.name[5:])):
-            run.mark_best(step)
+            run.checkpoints.mark_best(step, run.record.fault)
 
     def _score(self, history: Sequence[Mapping[str, float]], step: int) -> float:
         row: Mapping[str, Any] = next((r for r in reversed(history) if r["step"] == step), {})

@@ -15,7 +15,7 @@ from typing import Any
 from retrain.config import RunConfig
 from retrain.observe.journal import read_lines
 from retrain.observe.run_dir import read_events, surviving
-from retrain.pipeline.run import AGAIN
+from retrain.pipeline.intake import AGAIN
 
 Event = dict[str, Any]
 

@@ -94,7 +94,7 @@ def _requests_outlive_their_caller() -> Patch:
     async def planted(what: str, call: Any, seconds: float, key: str) -> Any:
         return await asyncio.shield(asyncio.ensure_future(call))
 
-    return mock.patch("retrain.rollout.group.adapter_call", planted)
+    return mock.patch("retrain.rollout.episode.adapter_call", planted)
 
 
 def _issue_ahead() -> Patch:
@@ -132,7 +132,7 @@ BUGS: dict[str, Callable[[], Patch]] = {
     ),
     "a fault fails its whole group": _a_fault_fails_its_group,
     "a failure is a reward of 0": lambda: mock.patch(
-        "retrain.rollout.group.fail", _failure_is_a_reward_of_zero
+        "retrain.rollout.episode.fail", _failure_is_a_reward_of_zero
     ),
     "environments stay open": lambda: mock.patch.object(Slot, "close", _close_nothing),
     "requests outlive the run": _requests_outlive_their_caller,

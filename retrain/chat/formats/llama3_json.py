@@ -25,11 +25,11 @@ class Llama3Json(Format):
     ends = ("<|eom_id|>",)
 
     def find(self, text: str, start: int) -> Sequence[Found]:
-        begin = _TAGGED.match(text, start) or _BARE.match(text, start)
-        if begin is None and (at := text.find(TAG, start)) >= 0:  # after some text
+        begin = _BARE.match(text, start)
+        tagged = begin is None
+        if tagged and (at := text.find(TAG, start)) >= 0:
             begin = _TAGGED.match(text, at)
         found: list[Found] = []
-        tagged = begin is not None and TAG in begin[0]
         while begin is not None:
             try:
                 call, end = read_json_at(text, begin.end())

@@ -10,18 +10,17 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
 import re
 import shutil
-import signal
 import socket
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from asyncio.subprocess import DEVNULL
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from retrain.concurrency import children
+from retrain.concurrency.children import Child, plain_environment
 from retrain.concurrency.starting import announced
 from retrain.config.hints import is_secret
 from retrain.engine.vllm.client import AdapterSlots, VllmClient
@@ -35,14 +34,12 @@ POLL_SECONDS = 0.25
 NOTICE_SECONDS = 1.0
 """How long after a lost connection the end of a process may show."""
 END_SECONDS = 5.0
-"""How long a server and its processes may take to end."""
+"""How long a server and its processes may take to end; the last one frees shared memory."""
 PYTHON = "Set backend.sampler.python to the Python of an environment with vLLM"
 NOT_PASSED = re.compile(r"PYTHON|VIRTUAL_ENV$|CONDA_|RETRAIN_")
 """Variables of our own environment, which would mislead a server; it gets no secrets either."""
 log = logging.getLogger(__name__)
 
-TAIL_BYTES = 1 << 18
-"""How much of the end of a log is read."""
 LINES = 5
 """How many lines are quoted if none says why."""
 _PREFIX = re.compile(
@@ -53,16 +50,10 @@ _ERROR = re.compile(
     r"^(?:[A-Za-z_][\w.]*\.)?[A-Z]\w*(?:Error|Exception|Interrupt|Refused|Exit)(?:: |$)"
     r"|^[\w.-]+: error: |.* died unexpectedly"
 )
-_ECHOES = (
-    "see stack trace",
-    "see root cause",
-    "EngineDeadError",
-    "WorkerProc initialization failed",
-    "Engine core initialization failed",
-    "CancelledError",
-    "RuntimeError: cancelled",
-    "KeyboardInterrupt",
-    "SystemExit",
+_ECHOES = re.compile(
+    "see stack trace|see root cause|EngineDeadError|(WorkerProc|Engine core) initialization failed|"
+    "CancelledError|RuntimeError: cancelled|KeyboardInterrupt|SystemExit",
+    re.IGNORECASE,
 )
 """Errors that pass on that another process failed."""
 
@@ -117,7 +108,7 @@ class Launch:
         """The variables; modules are found in `path` first."""
         kept = {
             name: value
-            for name, value in children.plain_environment().items()
+            for name, value in plain_environment().items()
             if name.startswith("VLLM_")
             or not (NOT_PASSED.match(name) or is_secret(name, perhaps=True))
         }
@@ -173,31 +164,28 @@ class VllmServer:
 
     def __init__(self, launch: Launch, *, folder: Path, log: Path) -> None:
         self._launch, self._path, self._log = launch, folder, log
-        self._process: asyncio.subprocess.Process | None = None
-        self._begins = 0  # the position in the log at which the last start begins
+        self._child: Child | None = None
 
     @property
     def failed(self) -> bool:
         """The process has ended by itself."""
-        return self._process is not None and self._process.returncode is not None
+        return self._child is not None and self._child.exit_code is not None
 
     async def ended(self) -> str:
         """How the process ended, if it does so within a moment; else empty."""
-        if self._process is None:
-            return ""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(NOTICE_SECONDS):
-                return f"it ended with {children.how_ended(await children.exited(self._process))}"
+        if self._child is not None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(NOTICE_SECONDS):
+                    await self._child.exited()
+                    return f"it ended with {self._child.how_ended}"
         return ""
 
     def last_lines(self) -> str:
         """Why it ended, as far as its log says, and where that is."""
-        with self._log.open("rb") as file:
-            file.seek(max(self._begins, self._log.stat().st_size - TAIL_BYTES))
-            text = file.read().decode(errors="replace")
-        code = self._process.returncode if self._process is not None else None
-        killed = f"killed by {children.how_ended(code)}; " if code is not None and code < 0 else ""
-        return f"{killed}{cause(text)} ({self._log})"
+        lines = self._child.last_lines() if self._child is not None else []
+        code = self._child.exit_code if self._child is not None else None
+        killed = f"killed by {self._child.how_ended}; " if self._child and (code or 0) < 0 else ""
+        return f"{killed}{cause(lines)} ({self._log})"
 
     async def start(self) -> str:
         """Start it; returns its URL once it answers.
@@ -217,75 +205,51 @@ class VllmServer:
 
     async def close(self) -> None:
         """End it with its engine and its workers."""
-        process, self._process = self._process, None
-        if process is None:
-            return
-        try:
-            async with asyncio.timeout(END_SECONDS):
-                # The last to end is the process that frees the shared memory of the others.
-                _signal(process.pid, signal.SIGTERM)
-                while _signal(process.pid, 0):  # noqa: ASYNC110 - a group can only be polled
-                    await asyncio.sleep(0.02)
-        except TimeoutError:
-            pass  # they are killed
-        finally:
-            await children.end(process, grace=0.1)
+        child, self._child = self._child, None
+        if child is not None:
+            await child.end(END_SECONDS)
 
     async def _start(self, port: int) -> None:
         # A warning, since the console shows no less: the next line may be minutes away.
         log.warning("starting vLLM, which can take minutes; its output is in %s", self._log)
-        with self._log.open("ab") as output:
-            self._begins = output.tell()
-            try:
-                process = self._process = await children.start(
-                    self._launch.command(port),
-                    env=self._launch.environment(self._path),
-                    cwd=self._path,
-                    stdout=output.fileno(),
-                    stderr=output.fileno(),
-                )
-            except OSError as error:
-                raise AdapterError(
-                    f"can't start vLLM with {self._launch.python}: {error}. {PYTHON}"
-                ) from error
-        if process.stdin is not None:
-            process.stdin.close()
         try:
-            async with (
-                asyncio.timeout(self._launch.seconds),
-                announced("starting vLLM", [self._log], self._begins),
-            ):
-                await self._answering(process, port)
-        except TimeoutError:
-            said = self.last_lines()
-            await self.close()
+            child = self._child = await Child.start(
+                self._launch.command(port),
+                env=self._launch.environment(self._path),
+                cwd=self._path,
+                stdin=DEVNULL,
+                log=self._log,
+            )
+        except OSError as error:
             raise AdapterError(
-                f"vLLM did not answer within start_seconds = {self._launch.seconds:g}: {said}"
-            ) from None
-        except BaseException:
-            await self.close()
-            raise
+                f"can't start vLLM with {self._launch.python}: {error}. {PYTHON}"
+            ) from error
+        async with AsyncExitStack() as unless_started:
+            unless_started.push_async_callback(self.close)
+            try:
+                async with (
+                    asyncio.timeout(self._launch.seconds),
+                    announced("starting vLLM", [self._log], child.begin),
+                ):
+                    await self._answering(child, port)
+            except TimeoutError:
+                late = f"start_seconds = {self._launch.seconds:g}"
+                raise AdapterError(
+                    f"vLLM did not answer within {late}: {self.last_lines()}"
+                ) from None
+            unless_started.pop_all()
 
-    async def _answering(self, process: asyncio.subprocess.Process, port: int) -> None:
+    async def _answering(self, child: Child, port: int) -> None:
         async with VllmClient(f"http://{HOST}:{port}") as client:
-            while process.returncode is None:
+            while child.exit_code is None:
                 if await client.health():
                     return
                 await asyncio.sleep(POLL_SECONDS)
-        code = max(process.returncode, 0)
+        code = max(child.exit_code, 0)
         ended = f" with exit code {code}" if code else ""
         said = self.last_lines()
         advice = f". {PYTHON}" if "No module named 'vllm" in said else ""
         raise AdapterError(f"vLLM ended{ended} while it started: {said}{advice}")
-
-
-def _signal(group: int, number: int) -> bool:
-    """Send a signal to a process group; False if there is none."""
-    try:
-        os.killpg(group, number)
-    except (ProcessLookupError, PermissionError):  # macOS: only zombies
-        return False
-    return True
 
 
 def _reserved_port() -> socket.socket:
@@ -296,16 +260,15 @@ def _reserved_port() -> socket.socket:
     return reservation
 
 
-def cause(log: str) -> str:
+def cause(log: Iterable[str]) -> str:
     """The line of a log with the cause of a server's end; else its last lines.
 
     The API server, the engine and each worker log the same failure, each with its own traceback;
     only the innermost one has the cause.
     """
-    lines = [_PREFIX.sub("", line).rstrip() for line in log.splitlines()]
-    lines = [line for line in lines if line.strip()]
+    lines = list(filter(None, (_PREFIX.sub("", line).rstrip() for line in log)))
     errors = [line for line in lines if _ERROR.match(line)]
-    causes = [line for line in errors if not any(e.lower() in line.lower() for e in _ECHOES)]
-    if causes or errors:
+    causes = [line for line in errors if not _ECHOES.search(line)]
+    if errors:
         return (causes or errors)[-1]
     return "\n".join(lines[-LINES:]) or "its log is empty"

@@ -5,16 +5,15 @@ from __future__ import annotations
 import glob
 import os
 from array import array
-from bisect import bisect_right
 from collections.abc import Iterator
-from itertools import chain
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
 from retrain.config.paths import find_file, places
 from retrain.errors import PromptError
 from retrain.prompts.base import PromptSource
-from retrain.prompts.files import FORMATS, Format, table_of
+from retrain.prompts.files import FORMATS, Format, place_in, table_of
 
 
 class FilePrompts(PromptSource):
@@ -34,30 +33,23 @@ class FilePrompts(PromptSource):
         self, path: str, format: Format | None = None, base_dir: Path | None = None
     ) -> None:
         self._tables = [table_of(file, format) for file in _files(path, base_dir)]
-        self._ends = array("Q")
-        for table in self._tables:
-            self._ends.append(len(table) + (self._ends[-1] if self._ends else 0))
+        self._starts = array("Q", accumulate(map(len, self._tables), initial=0))
         self.name = path if len(self._tables) > 1 else str(self._tables[0].path)
 
     def __len__(self) -> int:
-        return self._ends[-1]
+        return self._starts[-1]
 
     def row(self, index: int) -> Any:  # checked by the caller
-        number, within = self._at(index)
+        number, within = place_in(self._starts, index)
         return self._tables[number][within]
 
     def rows(self) -> Iterator[Any]:
         return chain.from_iterable(self._tables)
 
     def location(self, index: int) -> str:
-        number, within = self._at(index)
+        number, within = place_in(self._starts, index)
         where = self._tables[number].location(within)
         return f"{self._tables[number].path.name}, {where}" if len(self._tables) > 1 else where
-
-    def _at(self, index: int) -> tuple[int, int]:
-        """The number of the file of a row, and the row's index in it."""
-        number = bisect_right(self._ends, index)
-        return number, index - (self._ends[number - 1] if number else 0)
 
 
 def _files(path: str, base_dir: Path | None) -> list[Path]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from array import array
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, chain, islice, pairwise, zip_longest
@@ -19,6 +18,7 @@ from retrain.config.reading import prompts_section
 from retrain.errors import PluginError, PromptError
 from retrain.prompts.base import MIXTURE, Origin, PromptSource, numbers
 from retrain.prompts.building import built
+from retrain.prompts.files import place_in
 from retrain.types import Row
 
 
@@ -88,7 +88,7 @@ class MixturePrompts(PromptSource):
         return sum(self._shares)
 
     def row(self, index: int) -> Row:
-        number, within = self._at(index)
+        number, within = place_in(self._starts, index)
         row = self._parts[number].checked_row(within)
         return row._replace(metadata={**row.metadata, MIXTURE: self.mixed[number]})
 
@@ -102,17 +102,12 @@ class MixturePrompts(PromptSource):
         return list(islice((row for row in rounds if row is not None), max(count, len(sources))))
 
     def location(self, index: int) -> str:
-        number, within = self._at(index)
+        number, within = place_in(self._starts, index)
         return f"{self.mixed[number]}, {self._parts[number].location(within)}"
 
     def place(self, index: int) -> str:
-        number, within = self._at(index)
+        number, within = place_in(self._starts, index)
         return self._parts[number].place(within)
-
-    def _at(self, index: int) -> tuple[int, int]:
-        """The number of the source of a row, and the row's index in it."""
-        number = bisect_right(self._starts, index) - 1
-        return number, index - self._starts[number]
 
     def order(self, epoch: int, seed: int, shuffle: bool) -> Sequence[int]:
         rows = [

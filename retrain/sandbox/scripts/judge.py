@@ -18,7 +18,7 @@ import json
 import signal
 
 from peer import METHODS, Ended, Peer, Remote  # type: ignore[import-not-found]
-from subject import Subject  # type: ignore[import-not-found]
+from subject import ProgramPeer  # type: ignore[import-not-found]
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class Result(Remote):  # type: ignore[misc]  # its module is imported in the san
 
     __doc__ = vars(Remote)["__doc__"]
 
-    def __init__(self, peer: Judge, number: int, kind: str, base: str) -> None:
+    def __init__(self, peer: TestPeer, number: int, kind: str, base: str) -> None:
         Remote.__init__(self, peer, number, kind, base)
         self.__dict__.update(_label_=kind, _made_=False)
 
@@ -109,7 +109,7 @@ class Result(Remote):  # type: ignore[misc]  # its module is imported in the san
         return value
 
 
-class Judge(Peer):  # type: ignore[misc]
+class TestPeer(Peer):  # type: ignore[misc]
     """The process of the tests; nothing that the program sends is trusted."""
 
     remote = Result
@@ -158,10 +158,7 @@ class Judge(Peer):  # type: ignore[misc]
 
     def shown_call(self, label: str, arguments: tuple[Any, ...], keys: dict[str, Any]) -> str:
         self.showing = True
-        try:
-            given = [*map(repr, arguments), *(f"{k}={v!r}" for k, v in keys.items())]
-        except ValueError:  # an integer of thousands of digits
-            given = ["..."]
+        given = [*map(repr, arguments), *(f"{k}={v!r}" for k, v in keys.items())]
         self.showing = False
         return f"{label}({', '.join(given)})"[:1000]
 
@@ -221,7 +218,7 @@ def main() -> None:
         os.close(to_program)
         os.close(from_program)
         dumpable(True)
-        Subject(from_judge, to_judge).serve()
+        ProgramPeer(from_judge, to_judge).serve()
     os.close(from_judge)
     os.close(to_judge)
     sys.path.remove(os.getcwd())  # the program can write there
@@ -232,7 +229,7 @@ def main() -> None:
     verdicts = os.dup(1)
     for output in (1, 2):  # what tests print may be the expected result
         os.dup2(os.open(os.devnull, os.O_WRONLY), output)
-    judge = Judge(from_program, to_program, program)
+    judge = TestPeer(from_program, to_program, program)
     for test in tests:
         line = json.dumps(judge.verdict(**test))
         os.write(verdicts, f"{secret} {line}\n".encode())

@@ -19,7 +19,7 @@ TYPE_CHECKING = False  # `typing` takes milliseconds to import
 if TYPE_CHECKING:
     from typing import Any
 
-BIG = 2**63
+sys.set_int_max_str_digits(0)  # messages are text
 MODULES = ("program", "tests")
 """The names of the two modules: their classes exist in one process only."""
 DEPTH = 100
@@ -195,23 +195,27 @@ class Peer:
     def encode(self, value: Any, depth: int = 0) -> Any:
         """The value as JSON."""
         kind = type(value)
-        if value is None or kind is str or kind is bool or (kind is int and -BIG < value < BIG):
+        if value is None or kind in (str, bool, int):
             return value
         if isinstance(value, Remote):
             return {"yours": value._number_}
         if (copy := self.copied(value, depth)) is not None:
             return copy
         if isinstance(value, PLAIN) and depth <= DEPTH:
-            reference = getattr(value, "__dict__", {}).get("_remote_")
-            if reference is not None:
-                return self.encode(reference)
-            plain = self.plain(value, depth)
-            own = kind not in ENCODERS and kind.__module__ != "numpy"  # it has other attributes
-            return {"named": [plain, *self.exported(value)["mine"]]} if own else plain
+            return self.derived(value, depth)
         if kind.__module__ == "numpy" and hasattr(value, "tolist"):
             plain, form = self.encode(value.tolist(), depth + 1), value.dtype
             return {"array": [plain, form.str]} if value.ndim and form.kind in "biufc" else plain
         return self.constant(value) or self.exported(value)
+
+    def derived(self, value: Any, depth: int) -> Any:
+        """A value of a built-in class; one of a subclass goes with its other attributes."""
+        kind, reference = type(value), getattr(value, "__dict__", {}).get("_remote_")
+        if reference is not None:
+            return self.encode(reference)
+        plain = self.plain(value, depth)
+        own = kind not in ENCODERS and kind.__module__ != "numpy"
+        return {"named": [plain, *self.exported(value)["mine"]]} if own else plain
 
     def copied(self, value: Any, depth: int) -> dict[str, Any] | None:
         """What the other process makes a copy of, or a coroutine."""
@@ -334,7 +338,7 @@ BUILTIN_OF: dict[str, Any] = {
 }
 """Operations that have a meaning for classes without the method of this name."""
 ENCODERS: dict[type, Any] = {
-    int: lambda _, value, __: int(value) if abs(value) < BIG else {"int": hex(value)},
+    int: lambda _, value, __: int(value),
     str: lambda _, value, __: str(value),
     float: lambda _, value, __: float(value) if math.isfinite(value) else {"float": repr(value)},
     complex: lambda _, value, __: {"complex": [repr(value.real), repr(value.imag)]},
@@ -360,7 +364,6 @@ VALUES: dict[str, Any] = {
 """Classes whose instances travel as the arguments that make an equal one."""
 SEQUENCES: dict[str, Any] = {kind.__name__: kind for kind in (list, tuple, set, frozenset)}
 DECODERS: dict[str, Any] = {
-    "int": lambda _, inner: int(inner, 16),
     "float": lambda _, inner: {"inf": math.inf, "-inf": -math.inf}.get(inner, math.nan),
     "complex": lambda _, inner: complex(float(inner[0]), float(inner[1])),
     "bytes": lambda _, inner: bytes.fromhex(inner),

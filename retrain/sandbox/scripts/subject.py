@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 
-class Subject(Peer):  # type: ignore[misc]  # its module is imported in the sandbox
+class ProgramPeer(Peer):  # type: ignore[misc]  # its module is imported in the sandbox
     """Executes the program and answers the requests of the judge."""
 
     def __init__(self, read: int, write: int) -> None:

@@ -12,13 +12,13 @@ import os
 import pickle
 import sys
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 from retrain.adapters.trl.ranks.contract import Place
 from retrain.adapters.trl.ranks.group import open_store
-from retrain.concurrency import children
+from retrain.concurrency.children import Child
 from retrain.errors import AdapterError
 
 ADDRESS = "127.0.0.1"
@@ -35,10 +35,8 @@ class Crew:
     def __init__(self, size: int, folder: Path, lost: Callable[[AdapterError], None]) -> None:
         self.store = open_store(ADDRESS, 0, size, serve=True)
         self.place = Place(0, size, 0, size, ADDRESS, self.store.port, spawned=True)
-        self.pids: list[int] = []
-        """Of the followers, by rank from 1."""
         self._folder, self._lost = folder, lost
-        self._processes: list[asyncio.subprocess.Process] = []
+        self._followers: list[Child] = []
         self._watchers: list[asyncio.Task[None]] = []
         self._loss: asyncio.Future[AdapterError] = asyncio.get_running_loop().create_future()
         self._ending = False
@@ -61,15 +59,20 @@ class Crew:
         """
         crew = cls(size, folder, lost)
         work = pickle.dumps((target, payload, sys.path), protocol=5)
-        try:
-            for rank in range(1, size):
-                await crew._start(rank, work)
-        except BaseException as error:
-            await crew.end(0.0)
-            if isinstance(error, OSError):
+        async with AsyncExitStack() as unless_started:
+            unless_started.push_async_callback(crew.end, 0.0)
+            try:
+                for rank in range(1, size):
+                    await crew._start(rank, work)
+            except OSError as error:
                 raise AdapterError(f"could not start the processes to train: {error}") from error
-            raise
+            unless_started.pop_all()
         return crew
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the followers, by rank from 1."""
+        return [child.pid for child in self._followers]
 
     async def loss(self) -> AdapterError | None:
         """What a follower's end has left, waiting a while until its end is seen; else None."""
@@ -81,47 +84,34 @@ class Crew:
     async def end(self, grace: float = STOP_SECONDS) -> None:
         """End the followers: wait `grace` seconds for those that are to stop, then kill."""
         self._ending = True
-        await asyncio.gather(*(children.end(process, grace) for process in self._processes))
+        await asyncio.gather(*(child.end(grace) for child in self._followers))
         for watcher in self._watchers:
             watcher.cancel()
 
     async def _start(self, rank: int, work: bytes) -> None:
         size, port = self.place.size, self.place.port
         place = Place(rank, size, rank, size, ADDRESS, port, spawned=True)
-        with self.log(rank).open("wb") as log:
-            process = await children.start(
-                [sys.executable, "-m", "retrain.adapters.trl.ranks.follower"],
-                env={**os.environ, **place.variables()},
-                stdout=log.fileno(),
-                stderr=log.fileno(),
-            )
-        self._processes.append(process)
-        self.pids.append(process.pid)
-        self._watchers.append(asyncio.create_task(self._watch(rank, process)))
-        assert process.stdin is not None
-        process.stdin.write(work)
+        child = await Child.start(
+            [sys.executable, "-m", "retrain.adapters.trl.ranks.follower"],
+            env={**os.environ, **place.variables()},
+            log=self.log(rank),
+        )
+        self._followers.append(child)
+        self._watchers.append(asyncio.create_task(self._watch(rank, child)))
+        child.stdin.write(work)
 
     def log(self, rank: int) -> Path:
         """The file with a follower's output."""
         return self._folder / f"rank_{rank}.log"
 
-    async def _watch(self, rank: int, process: asyncio.subprocess.Process) -> None:
-        code = await process.wait()
+    async def _watch(self, rank: int, child: Child) -> None:
+        await child.exited()
         if self._ending or self._loss.done():
             return
-        how = children.how_ended(code)
+        last = child.last_lines()[-LAST_LINES:]
         error = AdapterError(
-            f"rank {rank} of {self.place.size} (process {process.pid}) ended with {how}"
-            f"{_last_lines(self.log(rank))}"
+            f"rank {rank} of {self.place.size} (process {child.pid}) ended with {child.how_ended}"
+            + "".join(f"\n    {line}" for line in (["; its last lines:", *last] if last else []))
         )
         self._loss.set_result(error)
         self._lost(error)
-
-
-def _last_lines(log: Path) -> str:
-    try:
-        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        lines = []
-    last = [line for line in lines if line.strip()][-LAST_LINES:]
-    return "".join(f"\n    {line}" for line in (["; its last lines:", *last] if last else []))
