@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from retrain.assembly import Parts, assemble, maker
-from retrain.concurrency.deadlines import cancelled, user_call
 from retrain.config import DeadlinesConfig, Plugin, PromptsConfig, RunConfig, load_config
 from retrain.config.paths import TINY, find_model
 from retrain.config.plugins import built_in_names, construct, find_object
@@ -35,8 +34,9 @@ from retrain.replay import (
     texts_for,
     tools_finding,
 )
+from retrain.rewarding.calls import together
 from retrain.rollout.answers import tools_of
-from retrain.rollout.instance import Instance, Job, closed
+from retrain.rollout.instance import Instance, closed
 from retrain.run import config_file
 from retrain.scripted import TEXTS, Blocks, Finding, Say, tried, waiting, wrong_calls
 from retrain.trial import NO_ROLLOUT, tried_agent, tried_rewards
@@ -202,7 +202,7 @@ async def _checked(
     [instance] = _instances(make, config.deadlines, faults)
     limit = f"at most {config.deadlines.setup:g} s (deadlines.setup)"
     with waiting(say, f"{instance.name}.setup: {limit}"):
-        await asyncio.wait([instance.ready])
+        await instance.open()
     what, error = SETUP, instance.error
     if error is None:
         try:
@@ -210,10 +210,10 @@ async def _checked(
         except UserCodeError as wrong:
             what, error = TOOLS, wrong
     if error is not None:
-        await closed([instance], DEADLINE)
+        await closed([instance])
         findings = [Finding(False, what, str(error)), *(Finding(False, "close", f) for f in faults)]
     elif "run" in instance.overridden:
-        await closed([instance], DEADLINE)
+        await closed([instance])
         replies = [*TEXTS, *wrong_calls(())]
         agent = await tried_agent(make, prompts, replies, config, say, blocks)
         findings = [Finding(True, SETUP), *agent]
@@ -257,7 +257,7 @@ async def _checked_steps(
         if not blocks.too_long:
             pairs = repeatable(plays, first)
             findings += await _compared(make, instance, pairs, limits, say, blocks)
-    await closed([instance], DEADLINE)
+    await closed([instance])
     if right.good and not faults and not blocks.too_long:
         cancel, before = _cancelled(make, prompts[0], limits), blocks.seconds
         ends = await tried("a cancelled step ends immediately", cancel)
@@ -286,10 +286,10 @@ async def _compared(
     async def at_once() -> None:
         instances = _instances(make, limits, [], INSTANCES)
         try:
-            await asyncio.wait([one.ready for one in instances])
+            await together([one.open() for one in instances])
             others = await played(instances, plays, limits, say, blocks)
         finally:  # close is checked separately
-            await closed(instances, DEADLINE)
+            await closed(instances)
         differ.update(compare(pairs, others, SHARED) | differ)
 
     findings = [
@@ -347,20 +347,23 @@ async def _cancelled(
 
     async def step() -> None:
         nonlocal swallowed
-        environment = instance.environment
-        environment.prompt = prompt
-        await user_call("reset", lambda: environment.reset(prompt), DEADLINE, "reset")
-        asyncio.get_running_loop().call_soon(instance.retire)
-        await environment.step(Action("hello"))
-        swallowed = cancelled()
+        task = asyncio.current_task()
+        assert task is not None
+        soon = asyncio.get_running_loop().call_soon(task.cancel)
+        try:
+            await environment.step(Action("hello"))
+            swallowed = task.cancelling() > 0
+        finally:
+            soon.cancel()  # the step may be over
 
-    await asyncio.wait([instance.ready])
-    instance.do(Job(step, lambda _: None, lambda _: None))
-    await asyncio.wait([instance.ended], timeout=SOON)
-    if not instance.ended.done():
-        instance.abandon(UserCodeError(instance.name))
-        swallowed = True
-    if swallowed:
+    await instance.open()
+    environment = instance.environment
+    environment.prompt = prompt
+    await instance.call("reset", lambda: environment.reset(prompt))
+    playing = asyncio.create_task(instance.call("step", step))
+    _, stuck = await asyncio.wait([playing], timeout=SOON)
+    await instance.retire()
+    if swallowed or stuck:
         raise UserCodeError("don't suppress CancelledError: catch Exception instead")
     if faults:
         raise UserCodeError(f"close() failed after a cancelled step: {faults[0]}")

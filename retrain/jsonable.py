@@ -41,24 +41,26 @@ def plain(value: Any) -> Any:  # any: users' values in, JSON values out
 
 def plain_with(value: Any, path: str, nonfinite: dict[str, str], depth: int = 0) -> Any:
     """`plain`, which adds the paths of NaN and infinities, below `path`, to `nonfinite`."""
-    if value is None or isinstance(value, bool | str | int):
-        return _scalar(value)
+    if value is None or isinstance(value, bool | int):
+        return value
+    if isinstance(value, str):
+        return _text(value)
     if isinstance(value, float):
         if math.isfinite(value):
-            return float.__float__(value)
-        nonfinite[path] = float.__repr__(value)
+            return float(value)
+        nonfinite[path] = repr(value)
         return None
     if depth >= MAX_DEPTH:
         return _shown(value)
     try:
         return _plain_inside(value, path, nonfinite, depth + 1)
-    except BaseException:  # noqa: BLE001 - a method of the user's object
+    except Exception:  # noqa: BLE001 - a method of the user's object
         return _shown(value)
 
 
 def _plain_inside(value: Any, path: str, nonfinite: dict[str, str], depth: int) -> Any:
     if isinstance(value, Mapping):
-        items = [(key if type(key) is str else _key(key), item) for key, item in value.items()]
+        items = [(_text(k) if isinstance(k, str) else _shown(k), v) for k, v in value.items()]
         return {key: plain_with(item, f"{path}.{key}", nonfinite, depth) for key, item in items}
     if isinstance(value, list | tuple):
         return [plain_with(v, f"{path}.{i}", nonfinite, depth) for i, v in enumerate(value)]
@@ -68,7 +70,7 @@ def _plain_inside(value: Any, path: str, nonfinite: dict[str, str], depth: int) 
 def default(value: Any) -> Any:
     """A JSON value for one that the encoder doesn't support."""
     if isinstance(value, Integral):  # including numpy's
-        return _scalar(int(value))
+        return int(value)
     if isinstance(value, Real):
         return float(value)
     if isinstance(value, Mapping):
@@ -78,21 +80,13 @@ def default(value: Any) -> Any:
     return _shown(value)
 
 
-def _scalar(value: str | int | None) -> str | int | None:
-    """An exact str, int or bool; an integer too long for Python to write in hexadecimal."""
-    if value is None or isinstance(value, bool):
-        return value
-    if isinstance(value, str):
-        return value.written if isinstance(value, Filled) else str.__str__(value)
-    return int.__int__(value) if int.bit_length(value) < 10_000 else hex(value)
-
-
-def _key(key: Any) -> str:
-    return str.__str__(key) if isinstance(key, str) else _shown(key)
+def _text(value: str) -> str:
+    """An exact str, without what was filled in."""
+    return value.written if isinstance(value, Filled) else str.__str__(value)
 
 
 def _shown(value: Any) -> str:
     try:
         return str.__str__(repr(value))
-    except BaseException as error:  # noqa: BLE001 - a user's __repr__ may raise anything
+    except Exception as error:  # noqa: BLE001 - a user's __repr__ may raise anything
         return f"<{type(value).__name__}: its repr raised {type(error).__name__}>"

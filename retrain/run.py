@@ -20,14 +20,22 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from retrain.errors import ConfigError, RetrainError, RunError, alike, nearest, printable
+from retrain.errors import (
+    ConfigError,
+    RetrainError,
+    UserCodeError,
+    alike,
+    blame,
+    nearest,
+    printable,
+)
 from retrain.observe.streams import let_go
 
 if TYPE_CHECKING:
@@ -117,12 +125,11 @@ def in_run_dir(config: RunConfig, *, resume: bool) -> Iterator[RunConfig]:
 
     claims = config.run_dir is None and not resume
     config = _with_run_dir(config, resume=resume)
-    try:
-        yield config
-    except BaseException:
+    with ExitStack() as failed:
         if claims and config.run_dir is not None:
-            unclaim(config.run_dir)
-        raise
+            failed.callback(unclaim, config.run_dir)
+        yield config
+        failed.pop_all()
 
 
 def _with_run_dir(config: RunConfig, *, resume: bool) -> RunConfig:
@@ -181,11 +188,9 @@ def drive(coroutine: Coroutine[Any, Any, T], console: Console | None = None) -> 
     """Run a coroutine on a new event loop, without waiting for its threads afterwards.
 
     The first SIGINT, SIGTERM or SIGHUP cancels it, the second one ends the process. `console` shows
-    a run, and announces its end on the terminal. Raises RunError if code of the user raises
-    KeyboardInterrupt, since there is no checkpoint then.
+    a run, and announces its end on the terminal. Raises UserCodeError if user code ended the loop.
     """
     from retrain.concurrency.interrupts import Interrupts
-    from retrain.config.plugins import line_of
 
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
@@ -194,10 +199,6 @@ def drive(coroutine: Coroutine[Any, Any, T], console: Console | None = None) -> 
     try:
         with interrupts.handled():
             return _completed(loop, task)
-    except KeyboardInterrupt as error:
-        if interrupts.asked:
-            raise
-        raise RunError(f"KeyboardInterrupt was raised{line_of(error)}, not by Ctrl-C") from error
     finally:
         _end_tasks(loop)
         generators = loop.create_task(loop.shutdown_asyncgens())
@@ -208,17 +209,25 @@ def drive(coroutine: Coroutine[Any, Any, T], console: Console | None = None) -> 
 
 
 def _completed(loop: asyncio.AbstractEventLoop, task: asyncio.Task[T]) -> T:
-    """The result of the task. A KeyboardInterrupt of another task ends the loop, but not the run.
+    """The result of the task. If another task raises KeyboardInterrupt or SystemExit, that ends the
+    loop, but not the run: its task is cancelled, and has the time that it needs to end.
 
-    It cancels the task, which then has the time that it needs to end.
+    Raises UserCodeError for SystemExit, which is also what the run is cancelled with.
     """
+    ended: UserCodeError | None = None
     while True:
         try:
             return loop.run_until_complete(task)
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, SystemExit) as error:
             if task.done():
                 raise
-            task.cancel()
+            if isinstance(error, SystemExit):
+                ended = blame("a task of user code", error)
+            task.cancel(ended)
+        except asyncio.CancelledError:
+            if ended is None:
+                raise
+            raise ended from ended.__cause__
 
 
 def _end_tasks(loop: asyncio.AbstractEventLoop) -> None:

@@ -19,7 +19,7 @@ ROOMS = [
     row.split()
     for row in (
         "types errors jsonable disk",
-        "losses protocols transport concurrency",
+        "losses protocols transport concurrency supervision",
         "config",
         "environment sampler sandbox",
         "chat tools",

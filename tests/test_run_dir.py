@@ -455,7 +455,7 @@ def test_a_cut_keeps_whole_lines_when_a_user_removed_one(tmp_path: Path) -> None
 
 
 def test_a_row_with_any_values_is_written_and_not_consumed() -> None:
-    rollouts = group("ok", "ok", answer=10**5000)
+    rollouts = group("ok", "ok", answer=10**400)
     values = iter([1, 2])
     metadata = {"values": values, "odd": {None: 1}, "m": math.nan}
     rollouts.trajectories = [
@@ -465,7 +465,7 @@ def test_a_row_with_any_values_is_written_and_not_consumed() -> None:
     for line in with_fate(encoded(rollouts), 1):
         written = json.loads(line, object_pairs_hook=unique)
         assert written["nonfinite"] == {"metadata.m": "nan", "reward": "inf"}
-        assert written["answer"] == hex(10**5000)
+        assert written["answer"] == 10**400
     assert list(values) == [1, 2]
 
 

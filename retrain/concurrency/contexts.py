@@ -7,8 +7,6 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Generic, TypeVar
 
-from retrain.concurrency.deadlines import is_theirs
-
 T = TypeVar("T")
 
 
@@ -55,22 +53,15 @@ class ContextTask(Generic[T]):
             self._task = None
 
     async def _hold(self, ready: asyncio.Future[T], leave: asyncio.Event) -> None:
+        lost = ConnectionError(f"{self._name}: the context cancelled itself while it opened")
         try:
             async with self._make() as value:
-                if not ready.done():
+                if not ready.done():  # a caller that is cancelled has cancelled `ready`
                     ready.set_result(value)
                     await leave.wait()
-        except asyncio.CancelledError:
-            if not ready.done():  # a caller that is cancelled has cancelled `ready`
-                ready.set_exception(
-                    ConnectionError(f"{self._name}: the context cancelled itself while it opened")
-                )
-            raise
-        except BaseException as error:  # in a task, SystemExit would end the event loop
-            if not is_theirs(error):
-                raise
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - `open` raises it
             if not ready.done():  # once it is open, whoever uses it sees it fail
                 ready.set_exception(error)
         finally:
             if not ready.done():
-                ready.cancel()
+                ready.set_exception(lost)

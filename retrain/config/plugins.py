@@ -24,7 +24,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -300,11 +300,10 @@ def _load_package(name: str, folder: Path) -> None:
         module.__path__ = search
         return
     sys.modules[name] = module = importlib.util.module_from_spec(spec)
-    try:
+    with ExitStack() as failed:
+        failed.callback(sys.modules.pop, name)
         spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
+        failed.pop_all()
 
 
 def user_packages() -> dict[str, str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -110,13 +111,12 @@ class PublicServer(EndpointServer):
         request = replace(request, options={**request.options, "watch": live})
         call = asyncio.ensure_future(sampled(guest, request))
         call.add_done_callback(live.end)
-        try:
+        with ExitStack() as failed:
+            failed.callback(call.cancel)
             await while_connected(http, live.news())
             if call.done():
                 call.result()
-        except BaseException:
-            call.cancel()
-            raise
+            failed.pop_all()
         head = api.head(request, f"{api.prefix}-{http.path_params['rollout']}-0")
 
         def finish(replies: Any) -> dict[str, Any]:

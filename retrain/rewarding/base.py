@@ -107,7 +107,7 @@ class FunctionReward(RewardCalculator):
     """A plain or async function as a RewardCalculator; still callable as the function itself.
 
     `bound` are arguments with fixed values. That the function requires no others is checked later,
-    by `wants`: the YAML may bind arguments of a decorated function.
+    by `wants`, before the first rollout: the YAML may bind arguments of a decorated function.
     """
 
     def __init__(self, function: Callable[..., Any], name: str = "", **bound: Any) -> None:
@@ -121,9 +121,6 @@ class FunctionReward(RewardCalculator):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(*args, **{**self.bound, **kwargs})
-
-    async def setup(self) -> None:
-        _ = self.wants  # before the first rollout, if no YAML made it
 
     async def calculate(self, trajectory: Trajectory) -> Verdict:
         verdict: Any = self.call(trajectory)

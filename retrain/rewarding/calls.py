@@ -1,15 +1,15 @@
-"""Calls of user code that return a verdict or an error, and never raise one."""
+"""Calls of rewards, which return a verdict or an error, and never raise one."""
 
 from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
-from retrain.concurrency.deadlines import is_theirs
-from retrain.errors import BudgetError, UserCodeError, blame
+from retrain.errors import UserCodeError
 from retrain.rewarding.base import RewardCalculator, Verdict
+from retrain.supervision.boundary import boundary
 from retrain.types import Trajectory
 
 T = TypeVar("T")
@@ -17,52 +17,32 @@ _THREADS = re.compile(r"main thread|threaded environment|event loop in thread")
 """How signal, math-verify and asyncio say that they need the main thread."""
 
 
-async def judged(owner: str, call: Callable[..., Awaitable[Any]], *given: Any) -> Any:
-    """What the call with `given` returns, or its UserCodeError or BudgetError.
-
-    Run it as a task: code that cancels its own task ends only that one, and `result_of` names it.
-    """
+def attempted(owner: str, call: Callable[[], T]) -> T | UserCodeError:
+    """What the plain function returns, or its error; even SystemExit fails only this call."""
     try:
-        awaitable = call(*given)
-        if not hasattr(awaitable, "__await__"):
-            return UserCodeError(f"{owner} is a plain function. Write `async def`.")
-        return await awaitable
-    except asyncio.CancelledError:
-        raise
-    except BudgetError as error:
+        with boundary(owner):
+            return call()
+    except UserCodeError as error:
         return error
-    except BaseException as error:
-        if not is_theirs(error):
-            raise
-        return blame(owner, error)
 
 
-def result_of(owner: str, task: asyncio.Task[Any]) -> Any:
-    """The result of a finished task of `judged`, which we did not cancel."""
-    if task.cancelled():
-        return UserCodeError(f"{owner}: user code cancelled its own task")
-    return task.result()
+def attempted_in_thread(owner: str, call: Callable[[], T]) -> T | UserCodeError:
+    """`attempted`, with advice if the function needs the main thread."""
+    outcome = attempted(owner, call)
+    if isinstance(outcome, UserCodeError) and _THREADS.search(str(outcome)):
+        advised = UserCodeError(
+            f"{outcome}. A plain reward runs in a thread; set `processes: 4` on this reward to run "
+            "it in the main thread of worker processes."
+        )
+        advised.__cause__ = outcome.__cause__
+        return advised
+    return outcome
 
 
-def judged_in_thread(owner: str, call: Callable[[], Any]) -> Any:
-    """What the plain function returns, or its error, with advice if it needs the main thread."""
-    error = judged_here(owner, call)
-    if not isinstance(error, UserCodeError) or not _THREADS.search(str(error)):
-        return error
-    advised = UserCodeError(
-        f"{error}. A plain reward runs in a thread; set `processes: 4` on this reward to run it in "
-        "the main thread of worker processes."
-    )
-    advised.__cause__ = error.__cause__
-    return advised
-
-
-def judged_here(owner: str, call: Callable[[], Any]) -> Any:
-    """What the plain function returns, or its UserCodeError; even SystemExit fails only this."""
-    try:
-        return call()
-    except BaseException as error:  # noqa: BLE001 - the result of this rollout
-        return blame(owner, error)
+def overrides(calculator: RewardCalculator, *hooks: str) -> bool:
+    """Whether its class has its own version of one of these methods."""
+    kind = type(calculator)
+    return any(getattr(kind, hook) is not getattr(RewardCalculator, hook) for hook in hooks)
 
 
 def compares(calculator: RewardCalculator) -> bool:

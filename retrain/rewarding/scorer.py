@@ -16,27 +16,28 @@ from contextlib import asynccontextmanager
 from functools import partial
 from itertools import repeat
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from retrain.algorithms.functional import LARGEST
-from retrain.concurrency.deadlines import STUCK_SECONDS, OwnTask, is_theirs
 from retrain.concurrency.threads import DaemonPool
 from retrain.config import DeadlinesConfig
-from retrain.errors import BudgetError, LateError, RunError, UserCodeError, blame, first_of, shown
-from retrain.rewarding.base import FunctionReward, Reward, RewardCalculator
+from retrain.errors import BudgetError, RunError, UserCodeError, first_of, shown
+from retrain.rewarding.base import FunctionReward, Reward
 from retrain.rewarding.calls import (
+    attempted_in_thread,
     compares,
     group_verdicts,
-    judged,
-    judged_in_thread,
-    result_of,
+    overrides,
     together,
 )
 from retrain.rewarding.composition import ENVIRONMENT, Composition, Term, WeightedReward, added
 from retrain.rewarding.processes import ProcessReward
-from retrain.rewarding.tenure import Tenure
 from retrain.rewarding.verdicts import check_parts, checked, fail
+from retrain.supervision.boundary import boundary, late_error, outcomes
 from retrain.types import Group, Metrics, Trajectory
+
+if TYPE_CHECKING:
+    from retrain.rewarding.tenure import Tenure
 
 _log = logging.getLogger(__name__)
 SLOW = 0.02
@@ -51,7 +52,8 @@ class Scorer:
     """The rewards of a run. The reward of a rollout is what `Composition` makes of them.
 
     Each reward scores at most `concurrency` groups at once. Raises PluginError when two rewards
-    have the same name, or they wait for each other in a way that makes no sense.
+    have the same name, wait for each other in a way that makes no sense, or require arguments that
+    nobody gives.
     """
 
     def __init__(
@@ -67,6 +69,9 @@ class Scorer:
         self.deadlines = deadlines
         self._bounds = {part.name: asyncio.Semaphore(concurrency) for part in self.rewards}
         self._pool = DaemonPool(4 * concurrency)
+        for part in self.rewards:
+            if type(part.calculator) is FunctionReward:
+                _ = part.calculator.wants  # it raises, if no YAML has checked the function
         self._slow: set[str] = set()
         self._fault: Callable[[str], None] = _log.warning
         self._failed = Counter[str]()
@@ -83,15 +88,24 @@ class Scorer:
         with every `setup` that fails.
         """
         self._fault = fault
-        tenures = [Tenure(p.name, p.calculator, self.deadlines, fault) for p in self.rewards]
+        tenures = self._tenures()
         try:
-            errors = [error for tenure in tenures if (error := await tenure.ready())]
-            if errors:
+            begun = await together([tenure.begin() for tenure in tenures])
+            if errors := [error for error in begun if error is not None]:
                 raise RunError(first_of([*map(str, errors)], "; ")) from errors[0]
             yield
         finally:
             await together([tenure.end() for tenure in tenures])
             self._pool.close()
+
+    def _tenures(self) -> list[Tenure]:
+        """Those of the rewards that have a `setup` or `close` of their own."""
+        own = [p for p in self.rewards if overrides(p.calculator, "setup", "close")]
+        if not own:
+            return []
+        from retrain.rewarding.tenure import Tenure
+
+        return [Tenure(p.name, p.calculator, self.deadlines, self._fault) for p in own]
 
     async def score(self, group: Group) -> None:
         """Set `rewards` and `reward` of the rollouts that are `ok`, or their new outcome.
@@ -121,16 +135,15 @@ class Scorer:
         gates, self._gates = self._gates, {}
         found = {f"reward/{name}/called": fmean(passed) for name, passed in gates.items()}
         for part in self.rewards:
-            if type(part.calculator).metrics is RewardCalculator.metrics:
+            if not overrides(part.calculator, "metrics"):
                 continue
             owner = f"reward '{part.name}': metrics"
             try:
-                for key, value in part.calculator.metrics().items():
-                    found[f"reward/{part.name}/{key}"] = float(value)
-            except BaseException as error:
-                if not is_theirs(error):
-                    raise
-                fault(str(blame(owner, error)))
+                with boundary(owner):
+                    for key, value in part.calculator.metrics().items():
+                        found[f"reward/{part.name}/{key}"] = float(value)
+            except UserCodeError as error:
+                fault(str(error))
         return found
 
     async def _ordered_columns(
@@ -256,7 +269,7 @@ class Scorer:
             if compares(calculator):
                 compare = partial(group_verdicts, calculator)
                 [verdicts] = await self._in_tasks(part, compare, [trajectories])
-                failed = isinstance(verdicts, UserCodeError | BudgetError)
+                failed = isinstance(verdicts, UserCodeError)
                 return [verdicts] * len(trajectories) if failed else verdicts
             # an async function needs no `calculate` around it
             call = calculator.call if type(calculator) is FunctionReward else calculator.calculate
@@ -265,27 +278,9 @@ class Scorer:
     async def _in_tasks(
         self, part: WeightedReward, call: Callable[[Any], Awaitable[Any]], given: Sequence[Any]
     ) -> list[Any]:
-        """A call with each of `given`, all at once; one that fails or is late affects only itself.
-
-        Each has its own task, so that code that cancels its task cancels nothing else. A late call
-        is cancelled, but not awaited.
-        """
-        owner = f"reward '{part.name}'"
-        loop = asyncio.get_running_loop()
-        tasks = [OwnTask(judged(owner, call, one), loop=loop, name=owner) for one in given]
-        late: set[OwnTask[Any]] = set()
-        try:
-            await asyncio.sleep(0)  # calls that never wait are done after this
-            if waiting := [task for task in tasks if not task.done()]:
-                _, late = await asyncio.wait(waiting, timeout=self.deadlines.reward)
-        except asyncio.CancelledError:
-            for task in tasks:
-                task.end()
-            await asyncio.wait(tasks, timeout=STUCK_SECONDS)
-            raise
-        for task in late:
-            task.end()
-        return [self._late(part) if task in late else result_of(owner, task) for task in tasks]
+        """A call with each of `given`, all at once; a failed or late one affects only itself."""
+        owner, seconds = f"reward '{part.name}'", self.deadlines.reward
+        return await outcomes(owner, call, given, seconds, "reward")
 
     async def _in_threads(
         self, part: WeightedReward, calculator: FunctionReward, trajectories: Sequence[Trajectory]
@@ -304,7 +299,7 @@ class Scorer:
             began = time.perf_counter()
             for trajectory in trajectories:
                 call = partial(calculator.call, trajectory)
-                verdicts.append(judged_in_thread(owner, call))
+                verdicts.append(attempted_in_thread(owner, call))
             if time.perf_counter() - began > SLOW * len(trajectories):
                 self._slow.add(part.name)
 
@@ -313,13 +308,9 @@ class Scorer:
         except TimeoutError:
             self._slow.add(part.name)
             done = list(verdicts)  # a copy: the abandoned thread may still append
-            return done + [self._late(part)] * (len(trajectories) - len(done))
+            late = late_error(owner, self.deadlines.reward, "reward")
+            return done + [late] * (len(trajectories) - len(done))
         return verdicts
-
-    def _late(self, part: WeightedReward) -> LateError:
-        return LateError(
-            f"reward '{part.name}' took longer than deadlines.reward = {self.deadlines.reward} s"
-        )
 
 
 def _recorded(name: str, verdict: Any, trajectory: Trajectory) -> Reward:

@@ -31,11 +31,11 @@ def as_number(value: Any) -> float | None:
 
 
 def checked(name: str, verdict: Any) -> Reward:
-    """The verdict as a Reward of floats; raises UserCodeError, or the verdict if it is an error."""
+    """The verdict as a Reward of floats; raises UserCodeError, or BudgetError, for an error."""
     if type(verdict) is float and math.isfinite(verdict):  # the common case, fast
         return Reward(verdict)
-    if isinstance(verdict, UserCodeError | BudgetError):
-        raise verdict
+    if isinstance(verdict, UserCodeError):
+        raise verdict.__cause__ if isinstance(verdict.__cause__, BudgetError) else verdict
     judged = verdict if isinstance(verdict, Reward) else Reward(verdict)
     if judged.outcome not in OUTCOMES:
         raise UserCodeError(

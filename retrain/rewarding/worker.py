@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 import io
+import math
 import os
 import pickle
 import resource
@@ -21,13 +22,14 @@ from functools import partial
 from typing import Any, BinaryIO
 
 from retrain.config.plugins import restore_package
-from retrain.errors import BudgetError, ConfigError, UserCodeError
+from retrain.errors import ConfigError, UserCodeError
 from retrain.rewarding.base import FunctionReward, Reward, RewardCalculator
 from retrain.rewarding.building import calculator_of
-from retrain.rewarding.calls import compares, group_verdicts, judged, judged_here, result_of
+from retrain.rewarding.calls import attempted, compares, group_verdicts
 from retrain.rewarding.columns import ColumnReward
 from retrain.rewarding.verdicts import checked
 from retrain.rewarding.wire import HEADER, Judged, encoded, framed
+from retrain.supervision.boundary import Actor, outcomes
 
 DONE: list[Judged] = [Reward(0.0)]
 """The answer to the first and the last request."""
@@ -74,33 +76,34 @@ class _Serving:
         assert isinstance(function, FunctionReward)
         _answer(self.answers, DONE)
         while request := _read(self.requests):
-            verdict = judged_here(self.owner, lambda: function.call_with(self.unpickle(request)))
+            verdict = attempted(self.owner, lambda: function.call_with(self.unpickle(request)))
             _answer(self.answers, [self._checked(verdict)])
         _answer(self.answers, DONE)
 
     async def on_a_loop(self) -> None:
         """Set up, calculate and close, on an event loop that also runs between the requests."""
+        self.actor = Actor(self.owner)
         if await self._hook(self.calculator.setup, "setup"):
             while request := await asyncio.to_thread(_read, self.requests):
                 _answer(self.answers, await self._verdicts(request))
         await self._hook(self.calculator.close, "close")
+        await self.actor.end()
 
     async def _hook(self, call: Callable[[], Awaitable[None]], name: str) -> bool:
-        """Await a hook in this task, and answer; returns whether it succeeded."""
-        owner = f"{self.owner}: {name}"
+        """Await a hook in the task of all hooks, and answer; returns whether it succeeded."""
         try:
-            result = await judged(owner, call)
-        except asyncio.CancelledError:
-            result = UserCodeError(f"{owner}: user code cancelled its own task")
-        failed = isinstance(result, UserCodeError)
-        _answer(self.answers, [result] if failed else DONE)
-        return not failed
+            await self.actor.call(f"{self.owner}: {name}", call, math.inf, name)
+        except UserCodeError as error:
+            _answer(self.answers, [error])
+            return False
+        _answer(self.answers, DONE)
+        return True
 
     async def _verdicts(self, request: bytes) -> list[Judged]:
         """One verdict per rollout of the request, or one error for all of them."""
-        asked = judged_here(self.owner, lambda: self.unpickle(request))
+        asked = attempted(self.owner, lambda: self.unpickle(request))
         result = asked if isinstance(asked, UserCodeError) else await self._call(asked)
-        if isinstance(result, UserCodeError | BudgetError) or not compares(self.calculator):
+        if isinstance(result, UserCodeError) or not compares(self.calculator):
             return [self._checked(result)]
         return [self._checked(verdict) for verdict in result]
 
@@ -108,24 +111,21 @@ class _Serving:
         """What the calculator returns for a function's arguments, or a list of trajectories."""
         calculator = self.calculator
         if isinstance(calculator, ColumnReward) and not calculator.is_async:
-            return judged_here(self.owner, lambda: calculator.call(asked))  # in the main thread
+            return attempted(self.owner, lambda: calculator.call(asked))  # in the main thread
         if isinstance(calculator, FunctionReward):
-            call: Callable[[], Awaitable[Any]] = partial(calculator.call_with, asked)
+            call: Callable[[Any], Awaitable[Any]] = calculator.call_with
         elif compares(calculator):
-            call = partial(group_verdicts, calculator, asked)
+            call = partial(group_verdicts, calculator)
         else:
-            call = partial(calculator.calculate, *asked)
-        task = asyncio.create_task(judged(self.owner, call))
-        await asyncio.wait([task])
-        return result_of(self.owner, task)
+            call, asked = calculator.calculate, asked[0]
+        [result] = await outcomes(self.owner, call, [asked], math.inf, "reward")
+        return result
 
     def _checked(self, verdict: Any) -> Judged:
         try:
             return checked(self.name, verdict)
         except UserCodeError as error:
             return error
-        except BudgetError as error:  # of this worker: the others continue
-            return UserCodeError(str(error))
 
 
 class _Unpickler(pickle.Unpickler):
