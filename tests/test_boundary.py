@@ -238,7 +238,7 @@ def test_sys_exit_in_a_task_of_user_code_fails_the_run_with_a_checkpoint(tmp_pat
     (tmp_path / "exits.py").write_text(EXITS)
     program = (
         "import sys\nfrom pathlib import Path\nfrom benchmarks.mock_engine import mock_config\n"
-        "from retrain.pipeline import train\nfrom retrain.run import drive, exit_code\n"
+        "from retrain.pipeline import train\nfrom retrain.cli.process import drive, exit_code\n"
         f"config = mock_config(Path({str(tmp_path / 'run')!r}),"
         f" environment={{'type': {str(tmp_path / 'exits.py') + ':Exits'!r}}}, rewards=[])\n"
         "sys.exit(exit_code(lambda: drive(train(config)) and 0))\n"

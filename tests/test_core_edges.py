@@ -12,7 +12,7 @@ from typing import ClassVar
 import pytest
 
 from benchmarks.mock_engine import MockAdapter, MockOptions, mock_config
-from retrain.concurrency.watch import Watch
+from retrain.cli.process import exit_code
 from retrain.config import DeadlinesConfig
 from retrain.environment import Environment, StepResult
 from retrain.errors import (
@@ -32,7 +32,7 @@ from retrain.pipeline.checkpoint import FORMAT, Checkpoints, read, verified
 from retrain.pipeline.resume import checkpoint
 from retrain.pipeline.signal import Signal
 from retrain.prompts import PromptSource
-from retrain.rewarding import (
+from retrain.scoring import (
     FunctionReward,
     Reward,
     RewardCalculator,
@@ -40,7 +40,7 @@ from retrain.rewarding import (
     WeightedReward,
     reward,
 )
-from retrain.run import exit_code
+from retrain.supervision.watch import Watch
 from retrain.types import Group, Prompt, Trajectory
 from tests.pipe_kit import events, kept_adapter, parts_with, played, rollouts_of, slot_share
 
@@ -878,7 +878,7 @@ from benchmarks.mock_engine import mock_config
 from retrain.environment import Environment
 from retrain.observe.callbacks import Callback
 from retrain.pipeline import train
-from retrain.run import drive, exit_code
+from retrain.cli.process import drive, exit_code
 
 class Env(Environment):
     async def step(self, action):

@@ -8,9 +8,9 @@ import pytest
 from backends_kit import FULL, LORA, histories, run_of, updated, whole_and_resumed
 from pipe_kit import events
 
+from retrain.algorithms.batching import batch_of, make_samples
 from retrain.algorithms.dpo import DPO
 from retrain.assembly import assemble
-from retrain.batching import batch_of, make_samples
 from retrain.errors import ConfigError
 from retrain.pipeline import train
 from retrain.types import Completion, Group, Prompt, Trajectory, Turn

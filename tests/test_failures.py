@@ -13,7 +13,6 @@ import httpx
 import pytest
 
 from benchmarks.mock_engine import MockAdapter, MockOptions, mock_config
-from retrain.concurrency.outages import is_outage
 from retrain.errors import (
     AdapterError,
     DeadlineError,
@@ -28,12 +27,13 @@ from retrain.errors import (
 )
 from retrain.observe.callbacks import Callback
 from retrain.observe.failure import full_text, single
-from retrain.observe.report import digest, write_report
 from retrain.observe.run_dir import read_events, read_metrics, surviving
 from retrain.pipeline import outage, train, verify
 from retrain.pipeline.checkpoint import Checkpoints
 from retrain.prompts import ListPrompts
-from retrain.rewarding import RewardCalculator
+from retrain.report.page import digest, write_report
+from retrain.scoring import RewardCalculator
+from retrain.supervision.outages import is_outage
 from tests.pipe_kit import events, parts_with, played, rollouts_of, slot_share
 
 STEPS = 8

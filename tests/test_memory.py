@@ -19,9 +19,9 @@ from retrain.adapters.base import Forecast  # noqa: E402
 from retrain.adapters.trl import memory  # noqa: E402
 from retrain.adapters.trl.memory import Needs, Shape, forecast, read_shape  # noqa: E402
 from retrain.adapters.trl.options import TrlOptions  # noqa: E402
+from retrain.cli.run import main  # noqa: E402
 from retrain.engine import available  # noqa: E402
 from retrain.engine.available import Card  # noqa: E402
-from retrain.run import main  # noqa: E402
 from tests import trl_kit as kit  # noqa: E402
 
 SMALL = {

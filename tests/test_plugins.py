@@ -33,7 +33,7 @@ from retrain.config.plugins import Kind, built_in_names, find_plugin
 from retrain.config.yaml_text import parse_yaml
 from retrain.environment import Environment
 from retrain.errors import ConfigError, PluginError, place_of
-from retrain.rewarding import FunctionReward
+from retrain.scoring import FunctionReward
 from retrain.types import Completion, Group, Prompt, Trajectory, Turn
 
 ROOT = Path(retrain.__file__).resolve().parent.parent

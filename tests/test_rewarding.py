@@ -16,7 +16,7 @@ from retrain.config import DeadlinesConfig
 from retrain.errors import PluginError, RunError
 from retrain.observe.run_dir import read_events
 from retrain.pipeline import train
-from retrain.rewarding import (
+from retrain.scoring import (
     FunctionReward,
     Reward,
     RewardCalculator,

@@ -23,7 +23,6 @@ from benchmarks.mock_engine import mock_config
 from retrain.algorithms.grpo import GRPO
 from retrain.algorithms.reinforce import Reinforce
 from retrain.algorithms.sft import SFT
-from retrain.concurrency.locks import in_use
 from retrain.config import RunConfig
 from retrain.environment import Action, Environment, StepResult
 from retrain.errors import MAX_TEXT, ConfigError, RunError
@@ -37,6 +36,7 @@ from retrain.observe.voided import cut
 from retrain.pipeline import train
 from retrain.pipeline.meter import Meter
 from retrain.pipeline.recorder import LONELY, Recorder
+from retrain.supervision.locks import in_use
 from retrain.types import Completion, Group, Message, Prompt, Trajectory, Turn
 from tests.pipe_kit import kept_adapter, parts_with
 

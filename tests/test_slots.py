@@ -17,16 +17,16 @@ from hypothesis import strategies as st
 from benchmarks.mock_engine import CharacterTokenizer, MockAdapter, MockOptions, mock_config
 from retrain.chat import Chat
 from retrain.chat.formats.hermes import Hermes
-from retrain.check import check_environment
+from retrain.check.subject import check_environment
 from retrain.environment import Environment, StepResult, ToolSpec
 from retrain.errors import UserCodeError, blame, shown
-from retrain.jsonable import plain
 from retrain.pipeline import train
 from retrain.prompts import PromptSource, Row
-from retrain.rewarding import RewardCalculator, Scorer, WeightedReward
 from retrain.rollout import Rollouts, Slot
+from retrain.scoring import RewardCalculator, Scorer, WeightedReward
 from retrain.supervision import boundary
 from retrain.supervision.boundary import apart
+from retrain.supervision.jsonable import plain
 from retrain.types import Group, Prompt
 from tests.pipe_kit import events, rollouts_of
 

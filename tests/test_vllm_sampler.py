@@ -18,15 +18,15 @@ from vllm_kit import FLAGS, GROUP, LORA, MODEL, StandIn, saved, small_model, sta
 
 from retrain.engine.sampler import LocalSampler
 from retrain.engine.tiny import tiny_tokenizer
-from retrain.engine.vllm.checks import Needs, check_logprobs, check_server, probe_of
-from retrain.engine.vllm.client import LARGE, AdapterSlots, VllmClient, decoded
-from retrain.engine.vllm.opening import Opening, open_vllm
-from retrain.engine.vllm.options import VllmOptions
-from retrain.engine.vllm.sampler import VllmSampler
-from retrain.engine.vllm.server import Launch, VllmServer
 from retrain.engine.weights import LoraWeights, lora_snapshot, snapshot
 from retrain.errors import AdapterError, ConfigError
 from retrain.sampler import SamplingParams
+from retrain.vllm.checks import Needs, check_logprobs, check_server, probe_of
+from retrain.vllm.client import LARGE, AdapterSlots, VllmClient, decoded
+from retrain.vllm.opening import Opening, open_vllm
+from retrain.vllm.options import VllmOptions
+from retrain.vllm.sampler import VllmSampler
+from retrain.vllm.server import Launch, VllmServer
 
 GENERATE = "/inference/v1/generate"
 PROMPT = [8, 20, 30, 40]
@@ -273,7 +273,7 @@ async def test_without_a_server_calls_fail_after_a_while(
             sampling = asyncio.create_task(found.sample(PROMPT, ENDLESS))
             publishing = asyncio.create_task(found.load_weights(snapshot(model), 1))
             await asyncio.sleep(0.1)
-            monkeypatch.setattr("retrain.engine.vllm.fleet.SHORT", 0.1)
+            monkeypatch.setattr("retrain.vllm.fleet.SHORT", 0.1)
             found.fleet.stop_waiting()
             for waiting in (sampling, publishing):
                 with pytest.raises(AdapterError, match="vLLM"):

@@ -14,7 +14,7 @@ from retrain.config import AlgorithmConfig, RunConfig
 from retrain.config.binding import CASE, key_schema
 from retrain.config.plugins import built_in_names, find_plugin
 from retrain.errors import PluginError
-from retrain.rewarding import NAMES, FunctionReward
+from retrain.scoring import NAMES, FunctionReward
 
 SECTIONS = {"AlgorithmConfig": "algorithm", "RewardConfig": "reward"}
 """Models with declared keys, and their kinds."""

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from retrain.config.foreign import ADVICE, FOREIGN, HOMES, PATHS, WRAPPERS
-from retrain.jsonable import Filled
+from retrain.supervision.jsonable import Filled
 
 _SECRET = re.compile(
     r"(^|[_-])(api[_-]?key|secret([_-]?key)?|password|passwd|(private|access)[_-]?key|credentials?"

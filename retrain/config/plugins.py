@@ -32,7 +32,7 @@ from typing import Any, TypeVar
 
 from retrain.config.paths import find_file
 from retrain.errors import ConfigError, PluginError, PromptError, is_library, nearest
-from retrain.jsonable import Named
+from retrain.supervision.jsonable import Named
 
 T = TypeVar("T")
 PACKAGE = Path(__file__).resolve().parent.parent
@@ -53,7 +53,7 @@ LOCAL = re.compile(r"^__main__:|<|:.*\.")
 """Names of objects that no import finds."""
 _PREFIX = "_retrain_"
 """What the names of the packages begin with that are made of users' folders."""
-SHARED = frozenset({"base", "credit", "functional", "remote"})
+SHARED = frozenset({"base", "batching", "credit", "functional", "remote"})
 """Code that the built-ins of the other kinds share: not a plug-in, like `_name`."""
 
 
@@ -167,6 +167,11 @@ def built_in_names(kind: str) -> list[str]:
 def built_ins(kind: str) -> dict[str, Path]:
     """The built-in files of a kind by their short names: in the package, or in its checkout."""
     return _files(kind, PACKAGE if any(PACKAGE.glob(FILES[kind])) else PACKAGE.parent)
+
+
+def config_file(text: str) -> Path:
+    """The file of a command's CONFIG: a path, or the name of an included config."""
+    return Path(text) if Path(text).exists() else built_ins("config").get(text, Path(text))
 
 
 def _files(kind: str, root: Path) -> dict[str, Path]:

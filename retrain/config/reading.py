@@ -18,7 +18,7 @@ from retrain.config.sections import RunConfig
 from retrain.config.variables import Problems, filled_in
 from retrain.config.yaml_text import Marks, apply_override, parse_override, read_config_file
 from retrain.errors import ConfigError
-from retrain.jsonable import Named
+from retrain.supervision.jsonable import Named
 
 BASE_DIR_NOTE = "# The resolved configuration; paths are relative to "
 """How the config.yaml of a run begins, before its `base_dir`."""

@@ -23,10 +23,10 @@ from typing import Any, Literal, Protocol
 
 from retrain.config import RunConfig
 from retrain.errors import shown
-from retrain.jsonable import default
 from retrain.observe.journal import known
 from retrain.observe.run_dir import RunDirectory
 from retrain.supervision.boundary import adapter_call, apart
+from retrain.supervision.jsonable import default
 from retrain.types import Metrics
 
 Status = Literal["completed", "solved", "interrupted", "failed"]

@@ -19,8 +19,8 @@ from statistics import fmean
 from typing import Any, Protocol
 
 from retrain.adapters.base import Adapter
+from retrain.algorithms.batching import segments
 from retrain.assembly import Parts
-from retrain.batching import segments
 from retrain.config import EvalConfig, RunConfig
 from retrain.losses import FLOATS
 from retrain.pipeline.checkpoint import Checkpoints

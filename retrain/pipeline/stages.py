@@ -19,16 +19,15 @@ import gc
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from retrain.adapters.base import Adapter
+from retrain.algorithms.batching import batch_of, fitting, kl_penalised, make_samples
 from retrain.assembly import Parts, assemble
-from retrain.batching import batch_of, fitting, kl_penalised, make_samples
-from retrain.concurrency.watch import ADVICE, Watch
-from retrain.config import RunConfig
+from retrain.config import RunConfig, load_config, parse_config
 from retrain.errors import (
     DeadlineError,
     NonFiniteError,
@@ -44,12 +43,13 @@ from retrain.observe.failure import ERROR, single
 from retrain.observe.naming import wanted_folder
 from retrain.observe.run_dir import RunDirectory
 from retrain.pipeline.failing import rescue, stops_the_learner, with_failures
-from retrain.pipeline.resume import begin_from, checkpoint, restore
+from retrain.pipeline.resume import begin_from, checkpoint, in_run_dir, restore
 from retrain.pipeline.run import Backend, Run
 from retrain.pipeline.serving import serving
-from retrain.rewarding import fail
 from retrain.rollout import Playback, Slot
+from retrain.scoring import fail
 from retrain.supervision.boundary import apart
+from retrain.supervision.watch import ADVICE, Watch
 from retrain.types import Batch, Group, Metrics, Prompt, Trajectory
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ SKIPPED = {"loss": 0.0, "grad_norm": 0.0, "learning_rate": 0.0, "tokens/trained"
 
 
 async def train(
-    config: RunConfig,
+    config: RunConfig | Mapping[str, Any] | str | Path,
     *,
     callbacks: Sequence[Callback] = (),
     resume: bool = False,
@@ -71,22 +71,28 @@ async def train(
     parts: Parts | None = None,
     console: bool = True,
 ) -> TrainingResult:
-    """Train as `config` says; with `resume`, continue from the run directory's newest checkpoint.
+    """Train from a config, a mapping or a YAML file; `resume` continues from the newest checkpoint.
 
+    The run directory is `run_dir`, or else runs/NAME, runs/NAME-2, ...; `resume` takes the last.
     `start_from` begins a new run with the weights, optimizer and step count of a checkpoint of the
     same model. `parts` replaces what the config's plug-ins would make. `console` prints the
     progress. Raises ConfigError before any model loads, RunError when the run can't continue,
     CancelledError after a checkpoint. Of several errors the first is raised, with the others as
     its notes.
     """
+    if isinstance(config, str | Path):
+        config = load_config(config)
+    elif not isinstance(config, RunConfig):
+        config = parse_config(config)
     try:
-        parts = parts or assemble(config)
-        hooks = [*callbacks, *parts.loggers]
-        if console:
-            shown = Console()
-            shown.opening([*parts.notices(), parts.loading()])
-            hooks.append(shown)
-        return await _train(config, parts, Callbacks(hooks), resume, start_from)
+        with in_run_dir(config, resume=resume) as config:
+            parts = parts or assemble(config)
+            hooks = [*callbacks, *parts.loggers]
+            if console:
+                shown = Console()
+                shown.opening([*parts.notices(), parts.loading()])
+                hooks.append(shown)
+            return await _train(config, parts, Callbacks(hooks), resume, start_from)
     except BaseExceptionGroup as group:
         error = single(group)
         raise error from error.__cause__

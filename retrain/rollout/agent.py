@@ -13,11 +13,11 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from retrain.agents.calls import NOTHING, CallError, Calls, Reply, Sample, fitted
 from retrain.chat import Chat
 from retrain.environment import StepResult, ToolSpec
 from retrain.errors import UserCodeError
 from retrain.rollout.answers import result_of
-from retrain.rollout.calls import NOTHING, CallError, Calls, Reply, Sample, fitted
 from retrain.rollout.endings import as_result
 from retrain.rollout.episode import Episode, Shared
 from retrain.rollout.instance import Instance

@@ -12,7 +12,7 @@ from retrain.chat.messages import checked_messages
 from retrain.chat.tools import check_tools
 from retrain.environment import Environment, StepResult, ToolSpec
 from retrain.errors import UserCodeError, shown, text_of
-from retrain.rewarding import as_number
+from retrain.scoring import as_number
 from retrain.supervision.boundary import boundary
 from retrain.types import Message, Prompt
 

@@ -19,22 +19,22 @@ from retrain.chat import Chat, Conversation
 from retrain.config import RunConfig
 from retrain.environment import Endpoint, ToolSpec
 from retrain.errors import AdapterError, ConfigError, UserCodeError, text_of
-from retrain.rewarding import fail
 from retrain.rollout.answers import UnusableError, opening_of, tools_of
 from retrain.rollout.instance import Instance
 from retrain.sampler import Sampler, SamplingParams
+from retrain.scoring import fail
 from retrain.supervision.boundary import adapter_call
 from retrain.types import Completion, Message, Outcome, Prompt, Trajectory
 
 if TYPE_CHECKING:
-    from retrain.rollout.calls import Calls
+    from retrain.agents.calls import Calls
     from retrain.rollout.opponents import Opponent
 
 T = TypeVar("T")
 
 
 class Door(Protocol):
-    """Gives the agent of a rollout an endpoint: `retrain.endpoint.EndpointServer`."""
+    """Gives the agent of a rollout an endpoint: `retrain.agents.EndpointServer`."""
 
     def open(self, calls: Calls, seats: Sequence[str]) -> AbstractAsyncContextManager[Endpoint]: ...
 

@@ -14,12 +14,12 @@ from typing import Any
 
 from retrain.environment import Environment
 from retrain.errors import UserCodeError, shown
-from retrain.rewarding.calls import together
 from retrain.rollout.answers import prepare
 from retrain.rollout.episode import Episode, Shared
 from retrain.rollout.instance import Instance
 from retrain.rollout.opponents import Opponent
 from retrain.sampler import Sampler
+from retrain.scoring.calls import together
 from retrain.supervision.boundary import boundary
 from retrain.types import Group, Prompt
 

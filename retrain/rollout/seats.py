@@ -16,11 +16,11 @@ from typing import Any
 from retrain.chat import Conversation
 from retrain.environment import Action, StepResult
 from retrain.errors import UserCodeError, shown
-from retrain.rewarding import as_number
 from retrain.rollout.episode import Episode, Shared
 from retrain.rollout.instance import Instance
 from retrain.rollout.opponents import Opponent
 from retrain.rollout.steps import Steps
+from retrain.scoring import as_number
 from retrain.supervision.boundary import boundary, outcomes
 from retrain.types import Completion, Message, Prompt, Trajectory
 

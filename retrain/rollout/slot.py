@@ -14,11 +14,11 @@ from functools import partial
 
 from retrain.environment import Environment
 from retrain.errors import ConfigError
-from retrain.jsonable import plain
-from retrain.rewarding import Scorer
-from retrain.rewarding.calls import together
 from retrain.rollout.group import Rollouts
 from retrain.rollout.instance import Instance, closed
+from retrain.scoring import Scorer
+from retrain.scoring.calls import together
+from retrain.supervision.jsonable import plain
 from retrain.types import Group, Prompt
 
 RETIRING = ("infra_error", "timeout")

@@ -16,11 +16,11 @@ from retrain.config import RunConfig
 from retrain.config.paths import find_model
 from retrain.engine.available import cuda_devices, too_few_devices
 from retrain.engine.models import Attention, attention_problem, local_tokenizer
-from retrain.engine.vllm.options import HEATS, LocalSamplerOptions, VllmOptions
 from retrain.errors import ConfigError
 from retrain.losses import LOSSES
-from retrain.protocols.training import RANK
 from retrain.sampler import Tokenizer
+from retrain.vllm.options import HEATS, LocalSamplerOptions, VllmOptions
+from retrain.wire.training import RANK
 
 Schedule = Literal[
     "constant",

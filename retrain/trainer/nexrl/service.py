@@ -23,8 +23,8 @@ from typing import Any, TypeVar, cast
 from pydantic import ValidationError
 
 from retrain.adapters.base import Adapter, AdapterOptions, AdapterState
+from retrain.algorithms.batching import batch_of
 from retrain.assembly import adapter_of, chat_template, target_of, tool_format
-from retrain.batching import batch_of
 from retrain.chat import Chat
 from retrain.config import RunConfig
 from retrain.config.paths import find_model
