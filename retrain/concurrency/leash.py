@@ -53,7 +53,8 @@ class _Leash:
             try:
                 yield
             finally:
-                self._watched.remove(watched)
+                with suppress(ValueError):  # `let_go` has forgotten it
+                    self._watched.remove(watched)
                 self._send(self._watch())
                 if enables:
                     faulthandler.disable()
@@ -97,6 +98,7 @@ class _Leash:
 
     def _forked(self) -> None:
         """End a fork, which has no watcher, when it returns from user code to a loop of ours."""
+        self._lock = threading.RLock()  # a thread that the fork lacks may have held it
         self._forget()
         for loop in self.loops:
             vars(loop).update(call_soon_threadsafe=_exit)  # threads call it with their results
