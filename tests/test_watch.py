@@ -391,15 +391,19 @@ from pathlib import Path
 from retrain.concurrency.leash import leash
 leash._send = lambda message: None
 with leash.watch(60.0, Path(sys.argv[1])):
-    signal.raise_signal(signal.SIGABRT)
+    signal.raise_signal(signal.{number})
 """
 
 
-def test_p12_the_first_process_of_a_container_ends_too(tmp_path):
-    """The kernel protects it from the default action of signals, such as that of SIGABRT."""
-    done = played(tmp_path, FIRST)
-    assert done.returncode == signal.SIGABRT, "an exit, not a signal"
-    assert "Fatal Python error: Aborted" in (tmp_path / "run").read_text()
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [(signal.SIGABRT, "Fatal Python error: Aborted"), (signal.SIGQUIT, "most recent call first")],
+)
+def test_p12_the_first_process_of_a_container_ends_too(tmp_path, number, words):
+    """The kernel protects it from the default action of signals."""
+    done = played(tmp_path, FIRST.format(number=number.name))
+    assert done.returncode == number, "an exit, not a signal"
+    assert words in (tmp_path / "run").read_text()
 
 
 def test_the_search_for_a_debugger_keeps_no_frame_alive() -> None:

@@ -44,7 +44,7 @@ class _Leash:
         with open(file, "ab") as stacks:
             enables = not faulthandler.is_enabled()  # else somebody wants them elsewhere
             if enables:
-                _end_at_abort()
+                _end_at_signals()
                 faulthandler.enable(stacks)
                 faulthandler.register(signal.SIGQUIT, stacks, chain=True)  # then it ends us
             watched = (seconds, file.absolute())  # user code may lose the working directory
@@ -136,11 +136,12 @@ def _exit(*_: object) -> None:
     os._exit(1)
 
 
-def _end_at_abort() -> None:
-    """Exit at SIGABRT even as the first process of a container, which signals don't end."""
+def _end_at_signals() -> None:
+    """Exit at SIGABRT and SIGQUIT even as the first process of a container."""
     if os.getpid() == 1:
         libc = ctypes.CDLL(None)
-        libc.signal(signal.SIGABRT, ctypes.cast(libc._exit, ctypes.c_void_p))
+        for number in (signal.SIGABRT, signal.SIGQUIT):
+            libc.signal(number, ctypes.cast(libc._exit, ctypes.c_void_p))
 
 
 leash = _Leash()
