@@ -11,7 +11,7 @@ setup(
     ],
     package_dir={f"retrain.{folder}": folder for folder in INSIDE},
     package_data={
-        "retrain": ["py.typed", "__init__.pyi", "observe/*.html"],
+        "retrain": ["py.typed", "__init__.pyi", "report/*.html"],
         "retrain.configs": ["*.yaml", "agents/*.py", "tools/*.py", "cookbook/*.*"],
         "retrain.data": ["*.jsonl", "*.sql"],
     },

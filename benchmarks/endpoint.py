@@ -28,12 +28,12 @@ from typing import Any
 import aiohttp
 
 from benchmarks.orchestration import Lag
+from retrain.agents.calls import Calls
+from retrain.agents.openai import Chat as ChatCompletions
+from retrain.agents.server import EndpointServer
 from retrain.chat import Chat
 from retrain.config import EndpointConfig
-from retrain.endpoint.openai import Chat as ChatCompletions
-from retrain.endpoint.server import EndpointServer
 from retrain.engine.tiny import tiny_tokenizer
-from retrain.rollout.calls import Calls
 from retrain.types import Completion
 
 BAR_MS = 3.0

@@ -17,11 +17,11 @@ from typing import Any, ClassVar, Self
 from benchmarks.fleet_engine import TOKENS, Curve, Engine, EngineLostError, InFlight
 from benchmarks.mock_engine import LETTERS, MockAdapter, MockOptions
 from retrain.config import RunConfig
-from retrain.engine.vllm.routing import Router
 from retrain.environment import Action, Environment, StepResult
-from retrain.rewarding import reward
 from retrain.sampler import SamplingParams
+from retrain.scoring import reward
 from retrain.types import Batch, Completion, Metrics
+from retrain.vllm.routing import Router
 
 OPENING = 4
 """Ids of a prompt: 512 tokens."""

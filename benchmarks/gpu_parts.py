@@ -23,7 +23,7 @@ from transformers.cache_utils import DynamicCache
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from benchmarks import sampler
-from retrain.batching import batch_of
+from retrain.algorithms.batching import batch_of
 from retrain.config import RunConfig
 from retrain.engine.fused import fused_step
 from retrain.engine.kv_cache import RowCache

@@ -36,7 +36,7 @@ from retrain.adapters.tinker import (
     SamplingParams,
     TinkerClient,
 )
-from retrain.protocols.tinker import messages
+from retrain.wire.tinker import messages
 
 PROMPT = list(range(100, 164))
 COMPLETION = 64

@@ -23,7 +23,7 @@ rewards: slot_match
 algorithm: {type: grpo, loss: ppo}
 backend: {type: tinker, url: "http://127.0.0.1:1"}
 """
-_RUN = "import sys; from retrain.run import main; sys.argv = {argv!r}\ntry: main()\n"
+_RUN = "import sys; from retrain.cli.run import main; sys.argv = {argv!r}\ntry: main()\n"
 _HEAVY = f"\nimport sys\nsys.stderr.write(' '.join(m for m in {HEAVY} if m in sys.modules))"
 
 

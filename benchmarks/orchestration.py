@@ -29,7 +29,7 @@ from retrain.environment import Action, Environment, StepResult
 from retrain.observe.callbacks import Callback
 from retrain.pipeline import train
 from retrain.pipeline.stages import rare_collections
-from retrain.rewarding import reward
+from retrain.scoring import reward
 from retrain.types import Completion, Metrics, Prompt
 
 BAR = 2.2

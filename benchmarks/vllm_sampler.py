@@ -38,16 +38,16 @@ from benchmarks.mock_engine import MockAdapter, MockOptions, mock_config
 from retrain.config import RunConfig
 from retrain.engine.limits import Limits
 from retrain.engine.models import load_tokenizer
-from retrain.engine.vllm.client import VllmClient
-from retrain.engine.vllm.delivery import Delivery, Failures, each
-from retrain.engine.vllm.fleet import Fleet, Member
-from retrain.engine.vllm.publish import Publisher
-from retrain.engine.vllm.sampler import VllmSampler
-from retrain.engine.vllm.server import Launch, VllmServer
 from retrain.pipeline import train
-from retrain.rewarding import reward
 from retrain.sampler import SamplingParams
+from retrain.scoring import reward
 from retrain.types import Completion
+from retrain.vllm.client import VllmClient
+from retrain.vllm.delivery import Delivery, Failures, each
+from retrain.vllm.fleet import Fleet, Member
+from retrain.vllm.publish import Publisher
+from retrain.vllm.sampler import VllmSampler
+from retrain.vllm.server import Launch, VllmServer
 
 STEPS, GROUPS, SIZE, STALENESS = 24, 16, 8, 2
 LONGEST = 64

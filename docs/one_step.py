@@ -8,8 +8,8 @@ directory.
 from collections.abc import Iterator
 from itertools import count, islice
 
+from retrain.algorithms.batching import batch_of, make_samples
 from retrain.assembly import Parts
-from retrain.batching import batch_of, make_samples
 from retrain.chat import Chat
 from retrain.rollout import Rollouts, Slot
 from retrain.types import Metrics, Prompt, Ticket

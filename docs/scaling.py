@@ -8,31 +8,52 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from retrain.engine.memory import GROWTH, HALF, Memory, Setup, estimate, token_bytes
-from retrain.engine.shapes import Shape
+from retrain.adapters.trl.memory import HALF, Needs, Shape
+from retrain.adapters.trl.options import TrlOptions
+from retrain.config import parse_config
 
 PAGE = Path(__file__).with_suffix(".md")
 BLOCK = re.compile(r"(<!-- table: (\w+), by docs/scaling\.py -->\n).*?(<!-- end -->)", re.DOTALL)
 GB = 1e9
+
+
+def _shape(vocabulary: int, hidden: int, layers: int, keys: int, **others: Any) -> Shape:
+    sizes = {"vocab_size": vocabulary, "hidden_size": hidden, "num_hidden_layers": layers}
+    return Shape(
+        {**sizes, "num_attention_heads": 32, "num_key_value_heads": keys, "head_dim": 128, **others}
+    )
+
+
 MODELS: Mapping[str, Shape] = {
-    "1 B (Llama-3.2-1B)": Shape(128256, 2048, 16, 32, 8, 64, 8192, tied=True),
-    "4 B (Qwen3-4B)": Shape(151936, 2560, 36, 32, 8, 128, 9728, tied=True, head_norms=True),
-    "8 B (Qwen3-8B)": Shape(151936, 4096, 36, 32, 8, 128, 12288, head_norms=True),
-    "30 B (Qwen3-30B-A3B)": Shape(
-        151936, 2048, 48, 32, 4, 128, 6144, head_norms=True,
-        experts=128, active_experts=8, expert_intermediate=768, sparse_layers=48,
+    "1 B (Llama-3.2-1B)": _shape(
+        128256, 2048, 16, 8, head_dim=64, intermediate_size=8192, tie_word_embeddings=True
     ),
-}  # fmt: skip
+    "4 B (Qwen3-4B)": _shape(151936, 2560, 36, 8, intermediate_size=9728, tie_word_embeddings=True),
+    "8 B (Qwen3-8B)": _shape(151936, 4096, 36, 8, intermediate_size=12288),
+    "30 B (Qwen3-30B-A3B)": _shape(
+        151936, 2048, 48, 4, moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8
+    ),
+}
 RANK, ROWS, LENGTH = 16, 64, 2_048
-BASE = Setup(rows=ROWS, length=LENGTH)
-TRAINING = {
-    "LoRA, `sharding: none`": (True, "none"),
-    "LoRA, `sharding: full`": (True, "full"),
-    "full weights, `sharding: none`": (False, "none"),
-    "full weights, `sharding: full`": (False, "full"),
+CONFIG = parse_config(
+    {
+        "prompts": [],
+        "sampling": {"max_tokens": LENGTH},
+        "rollout": {"max_sequence_length": LENGTH},
+        "staleness": {"target": 1},
+        "train": {"groups_per_step": 8},
+    }
+)
+SERVED = {"processes": 7, "sampler": {"type": "vllm", "url": "http://localhost:8000"}}
+LORA = {"lora": {"r": RANK}}
+TRAINING: Mapping[str, Mapping[str, Any]] = {
+    "LoRA, `sharding: none`": {**LORA, "sharding": "none"},
+    "LoRA, `sharding: full`": {**LORA, "sharding": "full"},
+    "full weights, `sharding: none`": {"sharding": "none"},
+    "full weights, `sharding: full`": {"sharding": "full"},
 }
 
 
@@ -45,60 +66,43 @@ def page(present: str) -> str:
 
 def _one() -> str:
     """One GPU for training and sampling."""
-    heads = ["model", "trained", "weights", "gradients", "optimizer", "activations"]
-    heads += ["sampler", "cache", "total"]
+    names = ("weights", "optimizer", "activations", "publishing", "sampler", "cache")
     rows = []
     for name, shape in MODELS.items():
-        for trained in ("LoRA", "full"):
-            need = estimate(shape, _setup(shape, lora=trained == "LoRA"))
-            parts = (need.weights, need.gradients, need.optimizer, need.activations)
-            sampled = need.sampler, need.cache
-            rows.append([name, trained, *map(_gb, (*parts, *sampled)), _total(need)])
-    return _table(heads, rows)
+        for trained, keys in (("LoRA", LORA), ("full", {})):
+            parts = _parts(shape, keys)
+            sizes = [_gb(parts[part]) if part in parts else "-" for part in names]
+            rows.append([name, trained, *sizes, _total(parts)])
+    return _table(["model", "trained", *names, "total"], rows)
 
 
 def _command() -> str:
     """A dry run that estimates a row of the first table, on a machine without the GPU."""
-    keys = {
-        "model": "Qwen/Qwen3-8B",
-        "sampling.max_tokens": LENGTH,
-        "rollout.max_sequence_length": LENGTH,
-        "backend.lora.r": RANK,
-        "backend.max_rows": ROWS,
-        "backend.micro_batch_tokens": BASE.tokens,
-        "backend.gradient_checkpointing": "true",
-        "backend.dtype": "bfloat16",
-    }
-    lines, line = [], "retrain run scaling.yaml --dry-run"
-    for word in (f"{key}={value}" for key, value in keys.items()):
-        if len(line) + len(word) > 96:
-            lines.append(f"{line} \\")
-            line = " "
-        line += f" {word}"
-    return "```sh\n" + "\n".join([*lines, line]) + "\n```\n"
+    return (
+        "```text\nretrain run scaling.yaml --dry-run backend.device=cuda model=Qwen/Qwen3-8B \\\n"
+        f"  sampling.max_tokens={LENGTH} rollout.max_sequence_length={LENGTH} "
+        f"backend.max_rows={ROWS}\n```\n"
+    )
 
 
 def _eight() -> str:
     """Seven GPUs that train, and one with vLLM."""
     rows = []
     for name, shape in MODELS.items():
-        cells = []
-        for lora, sharding in TRAINING.values():
-            setup = _setup(shape, lora=lora)
-            setup = replace(setup, processes=7, sharding=sharding, local_sampler=False)
-            setup = replace(setup, publishes_adapters=lora)
-            cells.append(_total(estimate(shape, setup)))
-        server = HALF * shape.parameters, ROWS * LENGTH * token_bytes(shape)
+        cells = [_total(_parts(shape, {**SERVED, **keys})) for keys in TRAINING.values()]
+        keys_and_values = 2 * HALF * shape.layers * shape.kv_heads * shape.head_size
+        server = HALF * shape.parameters, ROWS * LENGTH * keys_and_values
         rows.append([name, *cells, " + ".join(map(_gb, server))])
     return _table(["model", *TRAINING, "vLLM: weights + cache"], rows)
 
 
-def _setup(shape: Shape, *, lora: bool) -> Setup:
-    return replace(BASE, lora_parameters=shape.lora(RANK) if lora else 0)
+def _parts(shape: Shape, keys: Mapping[str, Any]) -> dict[str, int]:
+    options = TrlOptions.model_validate({"max_rows": ROWS, **keys})
+    return Needs(shape, options, CONFIG, cuda=True).parts()
 
 
-def _total(need: Memory) -> str:
-    return f"**{_gb(need.total)}**"
+def _total(parts: Mapping[str, int]) -> str:
+    return f"**{_gb(sum(parts.values()))}**"
 
 
 def _gb(size: float) -> str:
@@ -112,5 +116,4 @@ def _table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 if __name__ == "__main__":
-    assert GROWTH == 1.5, "the page names this factor"
     PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

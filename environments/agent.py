@@ -168,7 +168,7 @@ class Agent(Environment):
         home = str(self.base_dir)
         job = {"function": self.path, "base_dir": home, "arguments": arguments}
         done = await run_program(
-            [sys.executable, "-m", "retrain.endpoint.child", folder],
+            [sys.executable, "-m", "retrain.agents.child", folder],
             stdin=json.dumps(job),
             env=_variables(values),
         )

@@ -26,7 +26,7 @@ from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, ClassVar, Self
+from typing import IO, TYPE_CHECKING, Any, ClassVar, Self, TextIO, cast
 from urllib.parse import urlsplit
 
 from pydantic import (
@@ -240,7 +240,7 @@ class Mcp(ToolEnvironment):
 class Sessions:
     """One session with each server, opened when needed and closed in one task."""
 
-    _shared: ClassVar[dict[tuple[asyncio.AbstractEventLoop, *tuple[str, ...]], Sessions]] = {}
+    _shared: ClassVar[dict[tuple[object, ...], Sessions]] = {}
 
     def __init__(self, servers: Sequence[Server]) -> None:
         self.servers = servers
@@ -345,7 +345,7 @@ class Connection:
         _SERVER.set(self.server.label)
         logging.getLogger("mcp.client.stdio").addFilter(_printed)
         parameters = StdioServerParameters(command=program, args=arguments, env=env)
-        return stdio_client(parameters, errlog=self.log)
+        return stdio_client(parameters, errlog=cast(TextIO, self.log))
 
     async def _http(self, stack: AsyncExitStack) -> Any:
         import httpx2

@@ -93,7 +93,7 @@ class Tasks(Sequence[dict[str, Any]]):
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def __getitem__(self, index: Any) -> Any:  # an index; a slice of it is never read
         entry = self.dataset[range(len(self))[index]]  # a dataset itself has no end
         return {"prompt": entry["question"], "answer": entry["answer"], "idx": index}
 

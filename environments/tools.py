@@ -136,7 +136,7 @@ class Tools(ToolEnvironment):
                         await state.call("close", {})
                 except Exception:
                     log = logging.getLogger(__name__)
-                    log.warning("%s.close failed", kind.__name__, exc_info=True)
+                    log.warning("%s.close failed", getattr(kind, "__name__", kind), exc_info=True)
 
 
 class _Object:

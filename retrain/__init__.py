@@ -19,14 +19,12 @@ _HOME_OF = {
     if isinstance(node, ast.ImportFrom)
     for alias in node.names
 }
-"""The module of each public name; `run` is a module itself."""
+"""The module of each public name."""
 
 __all__ = ["__version__", *sorted(_HOME_OF)]
 
 
 def __getattr__(name: str) -> Any:  # any: whichever public name
-    if name == "run":  # the callable module: `await retrain.run(config)`
-        return import_module("retrain.run")
     if name not in _HOME_OF:
         raise AttributeError(f"module 'retrain' has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(str(_HOME_OF[name])), name)

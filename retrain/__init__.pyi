@@ -1,16 +1,15 @@
 """The public names of `retrain` and their modules; `__init__.py` reads them here."""
 
 # isort: off
-from retrain import run as run
 from retrain.adapters.base import Adapter as Adapter, AdapterOptions as AdapterOptions
 from retrain.adapters.base import AdapterState as AdapterState, Capabilities as Capabilities
 from retrain.algorithms.base import Algorithm as Algorithm
-from retrain.concurrency.contexts import ContextTask as ContextTask
-from retrain.concurrency.crashes import ProgramError as ProgramError
-from retrain.concurrency.programs import Finished as Finished, file_of as file_of
-from retrain.concurrency.programs import owned_programs as owned_programs
-from retrain.concurrency.programs import run_program as run_program
-from retrain.concurrency.threads import DaemonPool as DaemonPool, in_thread as in_thread
+from retrain.supervision.contexts import ContextTask as ContextTask
+from retrain.supervision.crashes import ProgramError as ProgramError
+from retrain.supervision.programs import Finished as Finished, file_of as file_of
+from retrain.supervision.programs import owned_programs as owned_programs
+from retrain.supervision.programs import run_program as run_program
+from retrain.supervision.threads import DaemonPool as DaemonPool, in_thread as in_thread
 from retrain.config import RunConfig as RunConfig, load_config as load_config
 from retrain.config import parse_config as parse_config
 from retrain.config.paths import CODE_OPTIONS as CODE_OPTIONS, find_command as find_command
@@ -32,21 +31,24 @@ from retrain.observe.callbacks import Callback as Callback, TrainingResult as Tr
 from retrain.observe.loggers import Logger as Logger
 from retrain.pipeline import train as train
 from retrain.prompts import PromptSource as PromptSource
-from retrain.rewarding import Reward as Reward, RewardCalculator as RewardCalculator
-from retrain.rewarding import reward as reward
+from retrain.scoring import Reward as Reward, RewardCalculator as RewardCalculator
+from retrain.scoring import reward as reward
 from retrain.sampler import Sampler as Sampler, SamplingParams as SamplingParams
 from retrain.sampler import Tokenizer as Tokenizer
-from retrain.tools import FunctionTool as FunctionTool, ToolEnvironment as ToolEnvironment
-from retrain.tools import ToolError as ToolError
+from retrain.environment.tools import (
+    FunctionTool as FunctionTool,
+    ToolEnvironment as ToolEnvironment,
+)
+from retrain.environment.tools import ToolError as ToolError
 from retrain.sandbox import Graded as Graded, Sandbox as Sandbox
 from retrain.sandbox import SandboxChoice as SandboxChoice, SandboxError as SandboxError
 from retrain.sandbox import SandboxLimits as SandboxLimits, SandboxResult as SandboxResult
 from retrain.sandbox import grade as grade, program_in as program_in
 from retrain.sandbox import sandbox_of as sandbox_of, read_tests as read_tests
 from retrain.sandbox import tests_of as tests_of
-from retrain.transport.budgets import Budget as Budget
-from retrain.transport.chat import ChatClient as ChatClient, ChatReply as ChatReply
-from retrain.transport.replies import ReplyCache as ReplyCache
+from retrain.wire.budgets import Budget as Budget
+from retrain.wire.chat import ChatClient as ChatClient, ChatReply as ChatReply
+from retrain.wire.replies import ReplyCache as ReplyCache
 from retrain.types import Batch as Batch, Completion as Completion, Group as Group
 from retrain.types import Message as Message, Metrics as Metrics, Prompt as Prompt
 from retrain.types import Sample as Sample, Ticket as Ticket, Trajectory as Trajectory

@@ -199,7 +199,7 @@ def text_of(error: BaseException) -> str:
             first = error.exceptions[0]
             return f"{error.message}: {type(first).__name__}: {text_of(first)}"
         text = str(error)
-    except BaseException as failure:  # noqa: BLE001 - of user code
+    except Exception as failure:  # noqa: BLE001 - of user code
         return f"<its __str__ raised {type(failure).__name__}>"
     if len(text) > MAX_TEXT:
         text = f"{text[:MAX_TEXT]}... ({len(text):,} characters)"
@@ -210,7 +210,7 @@ def shown(value: object, limit: int = 80) -> str:
     """A value as errors show it: its repr, truncated to `limit` characters."""
     try:
         text = repr(value)
-    except BaseException:  # noqa: BLE001 - of user code, or of Python for an integer of 4300 digits
+    except Exception:  # noqa: BLE001 - of user code, or of Python for an integer of 4300 digits
         return f"<{type(value).__name__}>"
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
 

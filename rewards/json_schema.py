@@ -70,7 +70,7 @@ class JsonSchema(RewardCalculator):
             return 0.0
 
     def of_row(self, row: Mapping[str, Any]) -> Any:
-        if self.column not in row:
+        if self.column is None or self.column not in row:
             names = ", ".join(row) or "none"
             raise ValueError(f"column `{self.column}` is missing; its columns are {names}")
         schema = row[self.column]
@@ -96,7 +96,7 @@ def _read(text: str) -> Any:
 def _validator(schema: Any) -> Any:
     if not isinstance(schema, dict | bool):
         raise ValueError(f"the schema is {str(schema)[:100]!r}, expected a mapping")
-    kind = validator_for(schema)
+    kind: Any = validator_for(schema)
     try:
         kind.check_schema(schema)
     except SchemaError as error:

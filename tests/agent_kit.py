@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from environments.agent import Agent
+from retrain.agents.server import EndpointServer
 from retrain.chat import Chat
 from retrain.chat.formats.hermes import Hermes
+from retrain.check.scripted import Letters
 from retrain.config import EndpointConfig, RunConfig, parse_config
-from retrain.endpoint.server import EndpointServer
-from retrain.rewarding import Scorer
 from retrain.rollout import Rollouts, Slot
 from retrain.sampler import SamplingParams
-from retrain.scripted import Letters
+from retrain.scoring import Scorer
 from retrain.types import Completion, Group, Prompt, StopReason
 
 LETTERS = Letters()  # type: ignore[abstract]  # nothing calls apply_chat_template

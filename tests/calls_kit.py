@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from retrain.batching import segments
+from retrain.agents.calls import Calls, Reply
+from retrain.algorithms.batching import segments
 from retrain.environment import ToolSpec
-from retrain.rollout.calls import Calls, Reply
 from retrain.types import Completion, Message, Prompt, Trajectory
 
 ADD = ToolSpec("add", "Add.", {"type": "object", "properties": {"a": {}, "b": {}}})

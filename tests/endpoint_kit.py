@@ -9,11 +9,11 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
+from retrain.agents.calls import Calls
+from retrain.agents.server import EndpointServer
 from retrain.chat import Chat
 from retrain.config import EndpointConfig
-from retrain.endpoint.server import EndpointServer
 from retrain.environment import Endpoint
-from retrain.rollout.calls import Calls
 from retrain.types import Completion
 from tests import chat_kit
 

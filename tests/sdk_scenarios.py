@@ -19,7 +19,7 @@ import weaver
 from vllm_kit import FLAGS, GROUP, LORA, stand_in
 
 from retrain.engine.tiny import tiny_folder
-from retrain.engine.vllm.options import VllmOptions
+from retrain.vllm.options import VllmOptions
 from tests.service_kit import TOKENS, on_a_port
 
 KEY = "tml-a-key"

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from retrain.engine.decoder import Decoder, QueuedRequest, SamplerStats
 from retrain.engine.models import load_model, load_tokenizer
 from retrain.engine.stopping import Stopping
-from retrain.engine.vllm.transfer import Bucket, broadcast, join
 from retrain.sampler import SamplingParams
+from retrain.vllm.transfer import Bucket, broadcast, join
 
 HEAD = "lm_head.weight"
 BASE = ""

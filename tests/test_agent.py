@@ -22,17 +22,16 @@ import pytest
 
 from environments.agent import Agent
 from retrain import Finished, file_of, find_function, parse_config, reward, run_program, scripted
+from retrain.agents.server import EndpointServer
 from retrain.assembly import assemble, sections
-from retrain.check import check_environment
-from retrain.concurrency import deadlines
-from retrain.concurrency.crashes import ProgramError, kinds_of
-from retrain.endpoint.server import EndpointServer
+from retrain.check.subject import check_environment
+from retrain.cli.run import main
 from retrain.errors import AdapterError, ConfigError, UserCodeError
 from retrain.observe.run_dir import read_metrics
-from retrain.rewarding import WeightedReward
-from retrain.rollout import instance
 from retrain.rollout.endings import as_result
-from retrain.run import main
+from retrain.scoring import WeightedReward
+from retrain.supervision import boundary
+from retrain.supervision.crashes import ProgramError, kinds_of
 from retrain.types import Completion, StopReason, Trajectory, Turn
 from tests.agent_kit import CALL, PROMPT, Echo, config_of, played, written
 
@@ -574,8 +573,7 @@ async def test_the_error_of_an_agent_in_node_is_its_cause(tmp_path: Path) -> Non
 async def test_an_agent_that_never_ends_is_a_timeout(
     agents: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(deadlines, "STUCK_SECONDS", 0.1)
-    monkeypatch.setattr(instance, "STUCK_SECONDS", 0.1)
+    monkeypatch.setattr(boundary, "STUCK_SECONDS", 0.1)
     late = await one({"run": f"{agents}:{name}"}, deadlines={"agent": 0.3, "close": 0.3})
     assert late.outcome == "timeout"
     assert "deadlines.agent = 0.3 s" in late.info["error"]

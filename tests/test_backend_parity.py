@@ -23,8 +23,8 @@ from torch.nn.functional import log_softmax
 
 from retrain.adapters.base import Adapter
 from retrain.adapters.trl.adapter import TrlAdapter
+from retrain.algorithms.batching import batch_of
 from retrain.assembly import assemble
-from retrain.batching import batch_of
 from retrain.engine.models import load_model
 from retrain.engine.tiny import tiny_folder
 from retrain.service.store import CheckpointStore

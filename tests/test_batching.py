@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from retrain import batching
-from retrain.batching import as_shared, branches, make_samples, normalised, segments
+from retrain.algorithms.batching import as_shared, branches, make_samples, normalised, segments
 from retrain.types import Batch, Completion, Denominators, Group, Prompt, Sample, Trajectory, Turn
 
 PROMPT = Prompt("0.0.0", [{"role": "user", "content": "?"}])

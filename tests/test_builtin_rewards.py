@@ -21,9 +21,9 @@ from trl.rewards import (
 from retrain.assembly import assemble
 from retrain.config import DeadlinesConfig, RewardConfig, parse_config
 from retrain.errors import ConfigError
-from retrain.rewarding import Scorer
-from retrain.rewarding.building import calculator_of, weighted_reward
-from retrain.rewarding.processes import ProcessReward
+from retrain.scoring import Scorer
+from retrain.scoring.building import calculator_of, weighted_reward
+from retrain.scoring.processes import ProcessReward
 from retrain.types import Completion, Group, Prompt, Row, Trajectory, Turn
 from rewards.json_schema import CHECKING
 

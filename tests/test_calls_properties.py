@@ -15,14 +15,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retrain.batching import branches, segments
+from retrain.agents.calls import Calls
+from retrain.agents.histories import key_of
+from retrain.algorithms.batching import branches, segments
 from retrain.chat import Chat
 from retrain.engine.losses import sequence_logprobs
 from retrain.engine.models import load_model
 from retrain.engine.sampler import LocalSampler
 from retrain.engine.tiny import tiny_folder, tiny_tokenizer
-from retrain.rollout.calls import Calls
-from retrain.rollout.histories import key_of
 from retrain.sampler import SamplingParams
 from retrain.types import Prompt, Trajectory
 from tests.calls_kit import ADD, SAYINGS, Agent, Scripted, sampled, trained

@@ -13,18 +13,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from retrain.agents.calls import Calls
 from retrain.assembly import tool_format
 from retrain.chat import Chat, Conversation
 from retrain.chat.probing import format_named, formats
 from retrain.chat.tools import parse_reply
+from retrain.check.scripted import Script, scripted
 from retrain.config import Plugin, RunConfig
 from retrain.engine.tiny import tiny_tokenizer
 from retrain.environment import Action, Environment, StepResult, ToolSpec
 from retrain.errors import ConfigError, PluginError
-from retrain.rewarding import Scorer, WeightedReward, reward
 from retrain.rollout import Slot
-from retrain.rollout.calls import Calls
-from retrain.scripted import Script, scripted
+from retrain.scoring import Scorer, WeightedReward, reward
 from retrain.types import Completion, Message, Prompt, Trajectory
 from tests import chat_kit, formats_kit
 from tests.calls_kit import Scripted, given_back

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from retrain.batching import segments
+from retrain.algorithms.batching import segments
 from retrain.chat import Chat, Conversation
 from retrain.engine.tiny import tiny_tokenizer
 from retrain.environment import ToolSpec

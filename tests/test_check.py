@@ -13,10 +13,10 @@ from typing import Any, ClassVar
 
 import pytest
 
-from retrain.__main__ import command
-from retrain.check import INSTANCES, check_environment
+from retrain.check.scripted import Finding
+from retrain.check.subject import INSTANCES, check_environment
+from retrain.cli.commands import command
 from retrain.environment import Action, Environment, StepResult, ToolSpec
-from retrain.scripted import Finding
 from retrain.types import Message, Prompt
 
 
@@ -268,8 +268,8 @@ def test_the_command_checks_a_file_and_a_config(
 def checked_in_half_a_second(folder: Path, target: str) -> subprocess.CompletedProcess[str]:
     """`retrain check target` in a process that the watch ends after 0.5 s without the loop."""
     script = (
-        "import sys, retrain.check\nretrain.check.DEADLINE = 0.5\n"
-        f"from retrain.__main__ import command\nsys.exit(command(['check', '{target}']))"
+        "import sys, retrain.check.subject\nretrain.check.DEADLINE = 0.5\n"
+        f"from retrain.cli.commands import command\nsys.exit(command(['check', '{target}']))"
     )
     return subprocess.run(
         [sys.executable, "-c", script],

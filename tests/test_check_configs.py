@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from retrain import check, replay
-from retrain.__main__ import command
-from retrain.check import INSTANCES
+from retrain.check.subject import INSTANCES
+from retrain.cli.commands import command
 from retrain.config import RunConfig
 from retrain.config.plugins import find_object
 from retrain.errors import INCLUDED, blame

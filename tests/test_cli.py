@@ -20,11 +20,13 @@ import yaml
 
 import retrain
 from benchmarks.mock_engine import MockAdapter, MockOptions
-from retrain.__main__ import command
-from retrain.concurrency.locks import FolderLock
+from retrain.cli.commands import command
+from retrain.cli.process import STOPPING_EARLY
+from retrain.cli.run import main
 from retrain.config import RunConfig, load_config
 from retrain.errors import ConfigError
-from retrain.run import STOPPING_EARLY, in_run_dir, main
+from retrain.pipeline.resume import in_run_dir
+from retrain.supervision.locks import FolderLock
 
 ROOT = Path(retrain.__file__).resolve().parent.parent
 
@@ -115,7 +117,7 @@ def test_an_included_config_needs_no_file(config: Path, capsys: pytest.CaptureFi
 
 def test_a_dry_run_loads_no_torch(tmp_path: Path) -> None:
     script = (
-        "import sys; from retrain.run import main; code = main(sys.argv[1:]);"
+        "import sys; from retrain.cli.run import main; code = main(sys.argv[1:]);"
         "heavy = [m for m in ('torch', 'trl', 'transformers', 'datasets') if m in sys.modules];"
         "sys.exit(f'{code} {heavy}')"
     )
@@ -393,10 +395,10 @@ def test_a_signal_before_training_ends_the_run_with_130(config: Path) -> None:
     assert not (config.parent / "runs" / "task").exists(), "nothing was trained"
 
 
-async def test_the_module_is_callable(config: Path) -> None:
-    result = await retrain.run(str(config))  # type: ignore[operator]  # a callable module
+async def test_train_takes_a_file_or_a_mapping(config: Path) -> None:
+    result = await retrain.train(str(config))
     assert (result.status, result.total_steps) == ("completed", 3)
-    again = await retrain.run(load_config(config).model_dump())  # type: ignore[operator]  # same
+    again = await retrain.train(load_config(config).model_dump())
     assert again.run_dir.name == "task-2"
 
 
@@ -545,7 +547,7 @@ def test_the_help_of_every_command_loads_nothing_heavy() -> None:
     script = (
         "import sys\n"
         "from contextlib import suppress\n"
-        "from retrain.__main__ import COMMANDS, command\n"
+        "from retrain.cli.commands import COMMANDS, command\n"
         "for name in COMMANDS:\n"
         "    with suppress(SystemExit):\n"
         "        command([name, '--help'])\n"

@@ -17,8 +17,8 @@ from retrain.assembly import assemble
 from retrain.assembly import rows as assembly_rows
 from retrain.assembly.build import row_checks
 from retrain.config import parse_config
-from retrain.rewarding import Scorer
 from retrain.sandbox import choice, local
+from retrain.scoring import Scorer
 from retrain.types import Completion
 from rewards.code_tests import CodeTests
 

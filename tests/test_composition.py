@@ -11,8 +11,8 @@ from retrain.config import GateConfig, ScheduleConfig, parse_config
 from retrain.errors import ConfigError
 from retrain.observe.rollout_lines import encoded
 from retrain.pipeline.checkpoint import group_from_json, group_to_json
-from retrain.rewarding import Reward, RewardCalculator, Scorer, Term, WeightedReward
-from retrain.rewarding.composition import Combined, Composition, combined, weight_at
+from retrain.scoring import Reward, RewardCalculator, Scorer, Term, WeightedReward
+from retrain.scoring.composition import Combined, Composition, combined, weight_at
 from retrain.types import Completion, Group, Prompt, Trajectory, Turn
 
 

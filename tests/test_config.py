@@ -157,13 +157,18 @@ def test_a_recipe_with_its_own_trainer_is_sent_to_the_command_that_takes_it(key:
 
 @pytest.mark.parametrize("backend", ["trl", "tinker", "weaver"])
 def test_the_rank_of_lora_has_one_name_on_every_backend(backend: str) -> None:
-    for name in ("r", "rank"):
+    both = {"r": 5, "rank": 6}
+    for name in both:
         config = parse_config({"prompts": PROMPTS, "backend": {"type": backend, "lora": {name: 5}}})
         assert options_of(config).model_dump()["lora"]["r"] == 5
     config = parse_config({"prompts": PROMPTS, "backend": {"type": backend, "lora": {"rnak": 5}}})
     with pytest.raises(PluginError, match="unknown key") as caught:
         options_of(config)
     assert "train" not in str(caught.value).replace("train_", "")
+    config = parse_config({"prompts": PROMPTS, "backend": {"type": backend, "lora": both}})
+    with pytest.raises(PluginError) as caught:
+        options_of(config)
+    assert str(caught.value).startswith("backend.lora.rank: another name of backend.lora.r")
 
 
 def test_every_home_in_the_tables_is_a_key() -> None:

@@ -12,8 +12,7 @@ from typing import ClassVar
 import pytest
 
 from benchmarks.mock_engine import MockAdapter, MockOptions, mock_config
-from retrain.concurrency.deadlines import adapter_call
-from retrain.concurrency.watch import Watch
+from retrain.cli.process import exit_code
 from retrain.config import DeadlinesConfig
 from retrain.environment import Environment, StepResult
 from retrain.errors import (
@@ -33,7 +32,7 @@ from retrain.pipeline.checkpoint import FORMAT, Checkpoints, read, verified
 from retrain.pipeline.resume import checkpoint
 from retrain.pipeline.signal import Signal
 from retrain.prompts import PromptSource
-from retrain.rewarding import (
+from retrain.scoring import (
     FunctionReward,
     Reward,
     RewardCalculator,
@@ -41,7 +40,7 @@ from retrain.rewarding import (
     WeightedReward,
     reward,
 )
-from retrain.run import exit_code
+from retrain.supervision.watch import Watch
 from retrain.types import Group, Prompt, Trajectory
 from tests.pipe_kit import events, kept_adapter, parts_with, played, rollouts_of, slot_share
 
@@ -297,29 +296,6 @@ async def test_a_samplers_own_timeout_is_not_taken_for_our_deadline(tmp_path):
     config = mock_config(tmp_path)
     errors = await failure_of(train(config, parts=parts_with(config, Slow(MockOptions(), config))))
     assert not any(isinstance(error, DeadlineError) for error in errors)
-
-
-async def test_deadlines_of_equal_length_end_one_after_the_other_each_at_its_own_time():
-    clock, took = asyncio.get_running_loop().time, dict[str, float]()
-
-    async def hang(name, seconds):
-        began = clock()
-        with pytest.raises(DeadlineError, match=f"{name} took longer than deadlines.sample"):
-            await adapter_call(name, asyncio.Event().wait(), seconds, "sample")
-        took[name] = clock() - began
-
-    async def later():
-        await hang("short", 0.02)
-        await hang("second", 0.05)
-
-    async def ready():
-        return 7
-
-    assert await adapter_call("ready", ready(), 0.05, "sample") == 7  # its timer goes on
-    await asyncio.gather(hang("first", 0.05), later())
-    await hang("third", 0.05)  # no timer is left
-    assert list(took) == ["short", "first", "second", "third"]
-    assert all(0.049 <= took[name] < 5 for name in ("first", "second", "third"))
 
 
 @pytest.mark.parametrize(
@@ -902,7 +878,7 @@ from benchmarks.mock_engine import mock_config
 from retrain.environment import Environment
 from retrain.observe.callbacks import Callback
 from retrain.pipeline import train
-from retrain.run import drive, exit_code
+from retrain.cli.process import drive, exit_code
 
 class Env(Environment):
     async def step(self, action):

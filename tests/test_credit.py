@@ -6,15 +6,15 @@ from typing import Any
 import pytest
 
 from retrain import Environment, StepResult
+from retrain.algorithms.batching import make_samples
 from retrain.algorithms.credit import returns_of
 from retrain.algorithms.grpo import GRPO
 from retrain.algorithms.reinforce import Reinforce
 from retrain.algorithms.rloo import RLOO
-from retrain.batching import make_samples
+from retrain.check.scripted import Script, scripted
 from retrain.config import parse_config
-from retrain.rewarding import Scorer, Term, reward
 from retrain.rollout import Slot
-from retrain.scripted import Script, scripted
+from retrain.scoring import Scorer, Term, reward
 from retrain.service.passes import TargetRow
 from retrain.service.trainer import Trainer
 from retrain.types import Completion, Group, Prompt, Trajectory, Turn

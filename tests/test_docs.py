@@ -28,16 +28,16 @@ import yaml
 
 import retrain
 from retrain import Group, Prompt, Trajectory
-from retrain.__main__ import COMMANDS, command
 from retrain.algorithms.functional import std
 from retrain.assembly import assemble
+from retrain.cli.commands import COMMANDS, command
+from retrain.cli.run import main
 from retrain.config import load_config, parse_config
 from retrain.losses import LOSSES
 from retrain.observe.callbacks import tenths
 from retrain.observe.run_dir import read_metrics
 from retrain.pipeline.meter import Meter
-from retrain.run import main
-from retrain.transport.vendors import TINKER, WEAVER
+from retrain.wire.vendors import TINKER, WEAVER
 
 ROOT = Path(retrain.__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])

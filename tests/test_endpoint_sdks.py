@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from retrain.agents.calls import Calls
+from retrain.agents.server import EndpointServer
 from retrain.chat import Chat
 from retrain.config import EndpointConfig
-from retrain.endpoint.server import EndpointServer
 from retrain.engine.models import load_model
 from retrain.engine.sampler import LocalSampler
 from retrain.engine.tiny import tiny_folder, tiny_tokenizer
-from retrain.rollout.calls import Calls
 from retrain.sampler import SamplingParams
 from tests.endpoint_kit import ADD, TOKENIZER, Open, call, opened, saying, streamed
 

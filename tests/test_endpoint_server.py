@@ -14,9 +14,9 @@ import pytest
 import pytest_asyncio
 
 import retrain
+from retrain.agents import connections
+from retrain.agents.server import MOST_WARNINGS, EndpointServer
 from retrain.config import EndpointConfig
-from retrain.endpoint import connections
-from retrain.endpoint.server import MOST_WARNINGS, EndpointServer
 from retrain.errors import RunError
 from tests.endpoint_kit import ADD, TOKENIZER, Open, opened, saying
 
@@ -112,7 +112,7 @@ async def test_the_first_invalid_call_of_a_kind_is_logged(http, caplog) -> None:
     async with opened() as rollout:
         for body in ({**SAYS, "n": 0}, {**SAYS, "n": 0}, {**SAYS, "temperature": "hot"}):
             assert (await post(http, rollout, CHAT, body)).status_code == 400
-    logged = [one.args for one in caplog.records if one.name == "retrain.endpoint.server"]
+    logged = [one.args for one in caplog.records if one.name == "retrain.agents.server"]
     assert [(status, str(said).partition(":")[0]) for status, said in logged] == [
         (400, "n"),
         (400, "temperature"),
@@ -350,7 +350,7 @@ async def test_no_key_is_in_what_a_run_writes_or_logs(tmp_path: Path, caplog: An
     """Though agents fail."""
     caplog.set_level(logging.DEBUG)
     (tmp_path / "agent.py").write_text(AGENT)
-    result = await retrain.run(  # type: ignore[operator]  # a callable module
+    result = await retrain.train(
         {
             "run_dir": str(tmp_path / "run"),
             "backend": {"type": "benchmarks/mock_engine.py:MockOptions"},

@@ -5,7 +5,6 @@ import itertools
 import logging
 import math
 import socket
-from contextvars import ContextVar
 from dataclasses import replace
 from unittest.mock import Mock
 
@@ -14,7 +13,6 @@ import httpx
 import pytest
 
 from benchmarks.mock_engine import MockAdapter, MockOptions, mock_config
-from retrain.concurrency.outages import is_outage
 from retrain.errors import (
     AdapterError,
     DeadlineError,
@@ -29,12 +27,13 @@ from retrain.errors import (
 )
 from retrain.observe.callbacks import Callback
 from retrain.observe.failure import full_text, single
-from retrain.observe.report import digest, write_report
 from retrain.observe.run_dir import read_events, read_metrics, surviving
 from retrain.pipeline import outage, train, verify
 from retrain.pipeline.checkpoint import Checkpoints
 from retrain.prompts import ListPrompts
-from retrain.rewarding import RewardCalculator
+from retrain.report.page import digest, write_report
+from retrain.scoring import RewardCalculator
+from retrain.supervision.outages import is_outage
 from tests.pipe_kit import events, parts_with, played, rollouts_of, slot_share
 
 STEPS = 8
@@ -483,23 +482,6 @@ async def test_p13_a_callback_without_a_state_costs_no_checkpoint(tmp_path, wors
     assert "raised by the callback Worst.state_dict" in (tmp_path / "error.txt").read_text()
     assert (await train(config, resume=True)).total_steps == STEPS
     assert trained_once(tmp_path)
-
-
-async def test_what_a_hook_sets_in_its_context_is_set_in_the_next_one(tmp_path):
-    """Each hook has its own task, but tracers attach in one and detach in another."""
-    traced = ContextVar("traced")
-
-    class Traces(Callback):
-        def on_train_begin(self, trainer):
-            self.token = traced.set("run")
-
-        async def on_train_end(self, trainer, result):
-            self.seen = traced.get()
-            traced.reset(self.token)
-
-    tracer = Traces()
-    await train(config_in(tmp_path), callbacks=[tracer])
-    assert tracer.seen == "run"
 
 
 async def test_p1_a_resume_that_fails_keeps_the_checkpoint(tmp_path):

@@ -27,7 +27,6 @@ from retrain.engine.tiny import tiny_folder, tiny_tokenizer
 from retrain.errors import AdapterError
 from retrain.losses import FLOATS, LOSSES, native_to, settings
 from retrain.pipeline import train
-from retrain.protocols.training import AdamParams
 from retrain.service.app import ServiceApp
 from retrain.service.core import Service
 from retrain.service.errors import ServiceError, invalid
@@ -37,6 +36,7 @@ from retrain.service.trainer import Trainer
 from retrain.service.training_fields import TINKER_LOSSES
 from retrain.service.tuning import BaseModel, Tuning
 from retrain.types import Batch, Denominators, Sample
+from retrain.wire.training import AdamParams
 from tests.backends_kit import FULL, LORA, run_of
 from tests.service_kit import on_a_port
 

@@ -23,7 +23,7 @@ import yaml
 
 import retrain
 from environments.verifiers import Verifiers
-from retrain.run import main
+from retrain.cli.run import main
 
 ROOT = Path(retrain.__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples" / "agents"

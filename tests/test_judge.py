@@ -14,17 +14,17 @@ from starlette.routing import Route
 
 from benchmarks.mock_engine import CharacterTokenizer, mock_config
 from retrain import BudgetError
+from retrain.agents.calls import Calls
+from retrain.agents.server import EndpointServer
 from retrain.assembly import assemble
 from retrain.chat import Chat
 from retrain.config import EndpointConfig, parse_config
-from retrain.endpoint.server import EndpointServer
 from retrain.errors import ConfigError, RunError
 from retrain.observe.run_dir import read_metrics
 from retrain.pipeline import train
-from retrain.rollout.calls import Calls
-from retrain.transport.budgets import Budget
-from retrain.transport.replies import ReplyCache
 from retrain.types import Completion, Group, Prompt, Trajectory, Turn
+from retrain.wire.budgets import Budget
+from retrain.wire.replies import ReplyCache
 from rewards import judge
 from tests.fake_weaver import serve
 

@@ -3,10 +3,10 @@
 import pytest
 from backends_kit import FULL, LORA, histories, run_of, whole_and_resumed
 
+from retrain.algorithms.batching import batch_of, kl_penalised
 from retrain.assembly import assemble
-from retrain.batching import batch_of, kl_penalised
 from retrain.errors import ConfigError
-from retrain.rewarding import reward
+from retrain.scoring import reward
 from retrain.types import Sample
 
 

@@ -19,7 +19,7 @@ from retrain.engine.losses import mismatch_weights
 from retrain.errors import ConfigError
 from retrain.pipeline import train
 from retrain.pipeline.signal import MismatchWatch
-from retrain.rewarding import reward
+from retrain.scoring import reward
 
 
 @reward

@@ -15,10 +15,10 @@ import httpx
 import pytest
 
 from retrain.errors import ConfigError
-from retrain.transport.client import Call, HttpClient
-from retrain.transport.network import NetworkTransport, environment_proxy
-from retrain.transport.refusals import RemoteError
-from retrain.transport.retries import NO_RETRY, RetryPolicy
+from retrain.wire.client import Call, HttpClient
+from retrain.wire.network import NetworkTransport, environment_proxy
+from retrain.wire.refusals import RemoteError
+from retrain.wire.retries import NO_RETRY, RetryPolicy
 
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 VARIABLES = (

@@ -18,11 +18,11 @@ from retrain.observe.callbacks import Callback
 from retrain.observe.journal import read_lines
 from retrain.observe.peak import in_words
 from retrain.observe.progress import closing
-from retrain.observe.report import digest
 from retrain.observe.rollout_lines import hash_of
 from retrain.observe.run_dir import Tally, read_events, read_metrics
 from retrain.pipeline import train
-from retrain.rewarding import Reward, RewardCalculator, reward
+from retrain.report.page import digest
+from retrain.scoring import Reward, RewardCalculator, reward
 from retrain.types import Group, Prompt, Ticket
 from tests.pipe_kit import events, kept_adapter, parts_with, rollouts_of, slot_share
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retrain.batching import segments
+from retrain.algorithms.batching import segments
 from retrain.chat import Chat
 from retrain.engine.tiny import tiny_tokenizer
 from retrain.environment import ToolSpec

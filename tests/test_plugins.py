@@ -26,14 +26,14 @@ from retrain.adapters.trl.options import TrlOptions
 from retrain.adapters.weaver.options import WeaverOptions
 from retrain.algorithms.grpo import GRPO
 from retrain.assembly import KINDS, Parts, assemble
-from retrain.assembly.schema import run_schema
+from retrain.assembly.schema import run_schema, with_variables
 from retrain.config import parse_config
 from retrain.config.binding import bind, key_schema
 from retrain.config.plugins import Kind, built_in_names, find_plugin
 from retrain.config.yaml_text import parse_yaml
 from retrain.environment import Environment
 from retrain.errors import ConfigError, PluginError, place_of
-from retrain.rewarding import FunctionReward
+from retrain.scoring import FunctionReward
 from retrain.types import Completion, Group, Prompt, Trajectory, Turn
 
 ROOT = Path(retrain.__file__).resolve().parent.parent
@@ -683,13 +683,15 @@ def test_the_schema_has_the_built_ins_keys() -> None:
 
 
 def test_the_schema_is_valid_and_takes_the_repository_s_configs() -> None:
-    schema = run_schema()
+    schema = with_variables(run_schema())
     jsonschema.Draft202012Validator.check_schema(schema)
     validator = jsonschema.Draft202012Validator(schema)
     assert schema["$schema"] == validator.META_SCHEMA["$id"]
     for file in (ROOT / "configs").glob("*.yaml"):
         assert not list(validator.iter_errors(parse_yaml(file.read_text())[0])), file
     assert list(validator.iter_errors({"prompts": ["a"], "train": {"seed": "x"}}))
+    short = {"train": {"seed": "${SEED}"}, "sampling": {"stop": "x", "temperature": "${HEAT:-1}"}}
+    assert not list(validator.iter_errors({"prompts": ["a"], **short}))
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from retrain.observe.run_dir import read_events
 from retrain.pipeline import train, verify
 from retrain.pipeline.serving import checks_publishes
 from retrain.pipeline.verify import ERROR, PublishCheck
-from retrain.rewarding import reward
+from retrain.scoring import reward
 from retrain.types import Completion, Group, Prompt, Trajectory, Turn
 from tests.backends_kit import FULL, LORA, run_of
 from tests.pipe_kit import events

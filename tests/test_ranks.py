@@ -26,9 +26,9 @@ from retrain.adapters.trl.build import _has_optional_parts  # noqa: E402 - the s
 from retrain.adapters.trl.ranks.contract import Place, as_place, launched  # noqa: E402 - the same
 from retrain.adapters.trl.rows import micro_batches  # noqa: E402 - the same
 from retrain.adapters.trl.shares import divide  # noqa: E402 - after the check
-from retrain.concurrency.children import plain_environment  # noqa: E402 - the same
+from retrain.cli.run import main  # noqa: E402 - the same
 from retrain.errors import AdapterError, CheckpointError, ConfigError, NonFiniteError  # noqa: E402 - the same
-from retrain.run import main  # noqa: E402 - the same
+from retrain.supervision.children import plain_environment  # noqa: E402 - the same
 from tests import ranks_kit, trl_kit  # noqa: E402 - the same
 from tests.ranks_kit import Launch, check_equal  # noqa: E402 - the same
 

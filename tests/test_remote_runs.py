@@ -19,11 +19,11 @@ from pathlib import Path
 import httpx
 import pytest
 
+from retrain.cli.run import main
 from retrain.config import RunConfig, load_config
 from retrain.observe.callbacks import Callback, Run
 from retrain.observe.run_dir import read_events, read_metrics, surviving
 from retrain.pipeline import train
-from retrain.run import main
 from retrain.service.store import CheckpointStore
 from tests.service_kit import as_process, on_a_port
 from tests.weights_kit import digest
@@ -58,7 +58,7 @@ def test_the_shipped_configs_are_the_quickstart_on_another_backend(backend):
 
 LOADED = """
 import json, sys
-from retrain.run import main
+from retrain.cli.run import main
 
 codes = [main(arguments) for arguments in json.loads(sys.argv[1])]
 heavy = ("torch", "trl", "peft", "accelerate", "starlette")

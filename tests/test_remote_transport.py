@@ -13,10 +13,10 @@ import httpx
 import pytest
 
 from retrain.errors import ConfigError
-from retrain.transport.client import Call, HttpClient
-from retrain.transport.refusals import RemoteError, error_body, retry_after
-from retrain.transport.retries import Outlook, RetryPolicy
-from retrain.transport.vendors import TINKER, WEAVER, Vendor, checked_url
+from retrain.wire.client import Call, HttpClient
+from retrain.wire.refusals import RemoteError, error_body, retry_after
+from retrain.wire.retries import Outlook, RetryPolicy
+from retrain.wire.vendors import TINKER, WEAVER, Vendor, checked_url
 
 SOON = RetryPolicy(attempts=4, first=0.0, cap=0.0, total=30.0)
 Answer = Callable[[httpx.Request], httpx.Response]
@@ -162,7 +162,7 @@ async def test_an_outage_is_not_waited_out_once_the_end_is_near(
         await remote.send(Call("GET", "x"), body)
         sending = asyncio.create_task(remote.send(Call("GET", "x"), body))
         await outage.wait()
-        monkeypatch.setattr("retrain.transport.retries.SHORT", 0.0)
+        monkeypatch.setattr("retrain.wire.retries.SHORT", 0.0)
         remote.stop_retrying()
         for call in (sending, remote.send(Call("GET", "x"), body)):
             with pytest.raises(RemoteError, match="could not reach"):
@@ -368,7 +368,7 @@ async def test_a_service_that_never_answered_is_given_up_soon(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """One that gave a good reply has the whole of the policy's time."""
-    monkeypatch.setattr("retrain.transport.retries.SHORT", 0.0)
+    monkeypatch.setattr("retrain.wire.retries.SHORT", 0.0)
     answers: list[Any] = []
 
     def answer(request: httpx.Request) -> httpx.Response:

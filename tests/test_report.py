@@ -14,14 +14,14 @@ import pytest
 import yaml
 
 from retrain.errors import ConfigError
-from retrain.observe import report as report_module
-from retrain.observe.charts import charts, thin
-from retrain.observe.report import digest, write_report
 from retrain.observe.rollout_lines import encoded
 from retrain.observe.run_dir import RunDirectory
-from retrain.observe.samples import MAX_TEXT, PICKED, Samples
-from retrain.observe.timeline import MAX_INTERVALS, fates, timeline, waste, without_outages
-from retrain.observe.verdict import bottleneck, findings
+from retrain.report import page as report_module
+from retrain.report.charts import charts, thin
+from retrain.report.page import digest, write_report
+from retrain.report.samples import MAX_TEXT, PICKED, Samples
+from retrain.report.timeline import MAX_INTERVALS, fates, timeline, waste, without_outages
+from retrain.report.verdict import bottleneck, findings
 from tests.observed import config, played, write_run
 
 

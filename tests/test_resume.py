@@ -24,12 +24,12 @@ from retrain.errors import CheckpointError
 from retrain.observe.callbacks import Callback
 from retrain.observe.console import Console
 from retrain.observe.journal import read_lines
-from retrain.observe.report import digest
 from retrain.observe.run_dir import read_events, read_metrics, surviving
 from retrain.pipeline import train
 from retrain.pipeline.checkpoint import MANIFEST, Checkpoints, group_from_json, group_to_json
 from retrain.pipeline.ledger import Ledger
 from retrain.prompts import epoch_order
+from retrain.report.page import digest
 from retrain.types import Completion, Group, Prompt, Ticket, Trajectory, Turn
 from tests.pipe_kit import parts_with, rollouts_of
 

@@ -10,12 +10,12 @@ from contextlib import asynccontextmanager
 import pytest
 
 from benchmarks.mock_engine import mock_config
-from retrain.concurrency.children import Child
 from retrain.config import DeadlinesConfig, RewardConfig
 from retrain.config.plugins import named
 from retrain.errors import ConfigError, RunError
 from retrain.pipeline import train
-from retrain.rewarding import Scorer, processes, term_of, wire
+from retrain.scoring import Scorer, processes, term_of, wire
+from retrain.supervision.children import Child
 from tests.pipe_kit import rollouts_of
 from tests.test_rewarding import played
 
@@ -231,11 +231,11 @@ async def test_what_cannot_be_sent_costs_its_rollout_only(folder, monkeypatch):
     ("code", "message"),
     [
         (
-            "import sys\nif 'retrain.rewarding.worker' in sys.modules:\n    import not_there\n",
+            "import sys\nif 'retrain.scoring.worker' in sys.modules:\n    import not_there\n",
             r"reward 'score': rewards\.0\.type: importing late\.py failed at .*late\.py:3: Module",
         ),
         (
-            "import os, sys\nif 'retrain.rewarding.worker' in sys.modules:\n    os._exit(3)\n",
+            "import os, sys\nif 'retrain.scoring.worker' in sys.modules:\n    os._exit(3)\n",
             r"reward 'score': its worker process ended with exit code 3",
         ),
     ],

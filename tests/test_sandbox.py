@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 
 from retrain import ConfigError
-from retrain.concurrency.children import Child
 from retrain.sandbox import (
     Sandbox,
     SandboxChoice,
@@ -33,6 +32,7 @@ from retrain.sandbox import (
 from retrain.sandbox.choice import MODES
 from retrain.sandbox.local import LocalSandbox
 from retrain.sandbox.plain import _warn
+from retrain.supervision.children import Child
 
 WORKING = [mode for mode in MODES if not local.why_not(mode)]
 LIMITS = SandboxLimits(

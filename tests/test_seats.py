@@ -13,22 +13,22 @@ import pytest
 
 from benchmarks.mock_engine import CharacterTokenizer, MockAdapter, MockOptions, mock_config
 from environments.nim import Nim, at_random, taken
+from retrain.agents.calls import Calls
+from retrain.agents.server import EndpointServer
+from retrain.algorithms.batching import make_samples
 from retrain.assembly import assemble
-from retrain.batching import make_samples
 from retrain.chat import Chat
-from retrain.check import check_environment, check_subject
+from retrain.check.subject import check_environment, check_subject
 from retrain.config import EndpointConfig, Plugin, RunConfig, load_config
-from retrain.endpoint.server import EndpointServer
 from retrain.environment import Action, Environment, StepResult
 from retrain.errors import ConfigError, NoSignalError
 from retrain.observe.run_dir import read_metrics
 from retrain.pipeline import train
 from retrain.pipeline.checkpoint import group_from_json, group_to_json
 from retrain.pipeline.signal import Signal, without_signal
-from retrain.rewarding import Scorer
 from retrain.rollout import Rollouts, Slot
-from retrain.rollout.calls import Calls
 from retrain.rollout.opponents import Opponent, opponent_of
+from retrain.scoring import Scorer
 from retrain.types import Group, Prompt, Trajectory
 from tests.pipe_kit import kept_adapter, parts_with, rollouts_of
 

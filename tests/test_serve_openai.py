@@ -14,17 +14,17 @@ import pytest
 import pytest_asyncio
 from pydantic import BaseModel
 
+from retrain.agents.api import Extra
+from retrain.agents.calls import CallError, Calls
+from retrain.agents.public import PublicServer
 from retrain.assembly import tool_format
 from retrain.chat import Chat
 from retrain.chat.reasoning import reasoning_opener
 from retrain.chat.tools import tools_of
+from retrain.cli.chat import constraint
+from retrain.cli.chat.subject import find_subject
+from retrain.cli.chat.voice import Voice, opened
 from retrain.config import parse_config
-from retrain.endpoint.api import Extra
-from retrain.endpoint.public import PublicServer
-from retrain.rollout.calls import CallError, Calls
-from retrain.talk import constraint
-from retrain.talk.subject import find_subject
-from retrain.talk.voice import Voice, opened
 from retrain.types import Completion
 from tests.chat_kit import byte_level
 from tests.endpoint_kit import ADD, CHAT, TOKENIZER, call, streamed

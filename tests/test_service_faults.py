@@ -17,9 +17,9 @@ from starlette.types import Message, Receive, Scope, Send
 
 from retrain.adapters.tinker import AdamParams, LoraConfig, TinkerClient
 from retrain.adapters.weaver import TrainingRow, WeaverClient
-from retrain.protocols.tinker.values import Datum, Tensor
 from retrain.service.app import ServiceApp
-from retrain.transport.retries import RetryPolicy
+from retrain.wire.retries import RetryPolicy
+from retrain.wire.tinker.values import Datum, Tensor
 from tests.service_kit import CROSS_ENTROPY, TOKENS, on_a_port
 from tests.weights_kit import digest
 

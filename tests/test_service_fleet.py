@@ -9,12 +9,12 @@ import pytest
 from vllm_kit import FLAGS, GROUP, LORA, StandIn, stand_in
 
 from retrain.engine.tiny import tiny_folder
-from retrain.engine.vllm.client import VllmClient
-from retrain.engine.vllm.options import VllmOptions
 from retrain.service.core import Service
 from retrain.service.fleet_sampler import FleetSampler
 from retrain.service.serve import main
 from retrain.service.state import ServiceSettings
+from retrain.vllm.client import VllmClient
+from retrain.vllm.options import VllmOptions
 from tests.service_kit import TOKENS, Tinker, datum, in_process, passed
 from tests.test_service_snapshots import (
     test_likeliest_and_given_tokens_of_the_prompt_have_the_models_log_probs as check_likeliest,

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import pytest
 import zstandard
 
-from retrain.protocols.tinker import messages, scanning
-from retrain.protocols.tinker.values import Datum, ForwardBackward, Tensor
 from retrain.service import json_bodies
 from retrain.service.errors import ServiceError
 from retrain.service.json_bodies import json_object, unzstd
+from retrain.wire.tinker import messages, scanning
+from retrain.wire.tinker.values import Datum, ForwardBackward, Tensor
 from tests.chaos.requests import resident
 from tests.service_kit import TOKENS, datum, in_process
 

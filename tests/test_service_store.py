@@ -14,13 +14,13 @@ from contextlib import contextmanager, suppress
 import pytest
 import torch
 
-from retrain.concurrency.locks import FolderLock
 from retrain.errors import ConfigError
 from retrain.service import store as module
 from retrain.service.errors import ServiceError
 from retrain.service.serve import main
 from retrain.service.store import CheckpointPlace, CheckpointStore, Saved
 from retrain.service.tuning import Tuning
+from retrain.supervision.locks import FolderLock
 from tests.service_kit import in_process
 
 PLACE = CheckpointPlace("m", "weights", "one")

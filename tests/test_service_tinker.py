@@ -8,8 +8,8 @@ import pytest
 import torch
 import zstandard
 
-from retrain.protocols.tinker import messages
-from retrain.protocols.tinker.values import Datum, ForwardBackward, Tensor
+from retrain.wire.tinker import messages
+from retrain.wire.tinker.values import Datum, ForwardBackward, Tensor
 from tests.service_kit import CROSS_ENTROPY, TOKENS, datum, dense, in_process, passed, reference
 
 PROTOBUF = {"Content-Type": "application/x-protobuf"}

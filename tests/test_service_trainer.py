@@ -14,12 +14,12 @@ from retrain.engine.models import load_model
 from retrain.engine.sampler import LocalSampler
 from retrain.engine.tiny import tiny_folder, tiny_tokenizer
 from retrain.losses import native_to
-from retrain.protocols.training import AdamParams
 from retrain.service import memory
 from retrain.service.errors import ServiceError
 from retrain.service.passes import BYTES_PER_LOGIT, TargetRow, tokens_at_once
 from retrain.service.trainer import Trainer
 from retrain.service.tuning import BaseModel, Tuning, merged_weights
+from retrain.wire.training import AdamParams
 
 FULL = Tuning(rank=0)
 ADAM = AdamParams(3e-3, 0.8, 0.97, 1e-8, 0.1, 0.5)

@@ -11,7 +11,7 @@ from retrain.errors import RunError
 from retrain.losses import LOSSES, vanishes
 from retrain.observe.run_dir import RunDirectory, read_events, surviving
 from retrain.pipeline import train
-from retrain.rewarding import reward
+from retrain.scoring import reward
 from tests.backends_kit import FULL, LORA, whole_and_resumed
 from tests.pipe_kit import events, kept_adapter, parts_with
 

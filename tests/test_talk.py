@@ -18,14 +18,14 @@ import pytest
 import yaml
 
 import retrain
-from retrain.__main__ import command
+from retrain.agents.public import PublicServer
+from retrain.cli.chat.subject import find_subject
+from retrain.cli.chat.voice import opened
+from retrain.cli.commands import command
+from retrain.cli.run import main
 from retrain.config import parse_config
-from retrain.endpoint.public import PublicServer
 from retrain.errors import ConfigError
 from retrain.observe.card import model_card
-from retrain.run import main
-from retrain.talk.subject import find_subject
-from retrain.talk.voice import opened
 from retrain.types import Turn
 
 ROOT = Path(retrain.__file__).resolve().parent.parent

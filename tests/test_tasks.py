@@ -11,12 +11,12 @@ import pytest
 
 from retrain import Action, Environment, Prompt, PromptSource, Row, StepResult
 from retrain.assembly import Given, assemble
-from retrain.check import check_environment, check_subject
+from retrain.check.subject import check_environment, check_subject
+from retrain.cli.run import main
 from retrain.config import parse_config
 from retrain.errors import ConfigError
 from retrain.pipeline.checkpoint import group_from_json, group_to_json
 from retrain.prompts import ListPrompts
-from retrain.run import main
 from retrain.types import Group, Ticket, Trajectory
 
 

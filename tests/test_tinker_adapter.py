@@ -31,11 +31,11 @@ from retrain.errors import (
     install_command,
 )
 from retrain.losses import native_to
-from retrain.protocols.tinker import messages
-from retrain.protocols.tinker.values import ForwardBackward, ForwardBackwardOutput, SampledSequence
 from retrain.sampler import SamplingParams
-from retrain.transport.refusals import RemoteError
 from retrain.types import Batch, Denominators, Sample
+from retrain.wire.refusals import RemoteError
+from retrain.wire.tinker import messages
+from retrain.wire.tinker.values import ForwardBackward, ForwardBackwardOutput, SampledSequence
 from tests.tinker_server import HOSTED, OPEN_RL, SKYRL, Faulty, Peer, TinkerServer, logprob
 
 PEERS = {"hosted": HOSTED, "skyrl": SKYRL, "open_rl": OPEN_RL}

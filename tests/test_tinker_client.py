@@ -29,11 +29,11 @@ from retrain.adapters.tinker import client as client_module
 from retrain.adapters.tinker.data import check_data, merge
 from retrain.adapters.tinker.limits import Backpressure
 from retrain.adapters.weaver import WeaverClient
-from retrain.concurrency.sharing import Capacity
 from retrain.errors import AdapterError, DeadlineError
-from retrain.protocols.tinker.values import ForwardBackwardOutput
-from retrain.transport.refusals import RemoteError
-from retrain.transport.retries import RetryPolicy
+from retrain.supervision.sharing import Capacity
+from retrain.wire.refusals import RemoteError
+from retrain.wire.retries import RetryPolicy
+from retrain.wire.tinker.values import ForwardBackwardOutput
 from tests.tinker_server import HOSTED, OPEN_RL, SKYRL, Faulty, Peer, TinkerServer, logprob
 
 SOON = RetryPolicy(attempts=4, first=0.0, cap=0.0, total=30.0)

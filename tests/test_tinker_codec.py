@@ -14,8 +14,8 @@ from tinker import types
 from tinker.proto import request_conv, response_conv
 from tinker.proto import tinker_public_pb2 as official
 
-from retrain.protocols.tinker import messages, payloads
-from retrain.protocols.tinker.values import (
+from retrain.wire.tinker import messages, payloads
+from retrain.wire.tinker.values import (
     Datum,
     ForwardBackward,
     ForwardBackwardOutput,

@@ -16,12 +16,12 @@ from retrain.adapters.trl.options import Schedule, TrlOptions
 from retrain.adapters.trl.plan import plan_loss, run_plan
 from retrain.adapters.weaver.options import WeaverOptions
 from retrain.assembly import assemble
+from retrain.cli.run import main
 from retrain.config import parse_config
 from retrain.engine.available import cuda_devices
 from retrain.errors import ConfigError
 from retrain.losses import LOSSES
 from retrain.pipeline.checkpoint import changed_run
-from retrain.run import main
 from tests import trl_kit as kit
 
 PASSED = {

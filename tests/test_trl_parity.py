@@ -18,7 +18,7 @@ from retrain.adapters.trl.build import RECOMPUTE  # noqa: E402 - the same
 from retrain.adapters.trl.plan import plan_loss  # noqa: E402 - the same
 from retrain.adapters.trl.record import StepRecord  # noqa: E402 - the same
 from retrain.adapters.trl.rows import micro_batches  # noqa: E402 - the same
-from retrain.batching import normalised  # noqa: E402 - the same
+from retrain.algorithms.batching import normalised  # noqa: E402 - the same
 from retrain.engine.losses import shared_loss  # noqa: E402 - the same
 from retrain.engine.models import load_model, load_tokenizer  # noqa: E402 - the same
 from retrain.errors import NonFiniteError  # noqa: E402 - the same

@@ -13,6 +13,7 @@ from transformers import TrainerState
 from trl import GRPOTrainer
 
 from retrain.assembly import assemble
+from retrain.check import tried_rewards
 from retrain.config import (
     DeadlinesConfig,
     PromptsConfig,
@@ -23,9 +24,8 @@ from retrain.config import (
 from retrain.errors import ConfigError, PluginError
 from retrain.prompts import ListPrompts
 from retrain.prompts.preparing import prepared
-from retrain.rewarding import Scorer
-from retrain.rewarding.building import weighted_reward
-from retrain.trial import tried_rewards
+from retrain.scoring import Scorer
+from retrain.scoring.building import weighted_reward
 from retrain.types import Completion, Group, Prompt, Ticket, Trajectory, Turn
 
 TEXTS = (

@@ -24,8 +24,8 @@ from transformers import PreTrainedModel
 from vllm_kit import GROUP, LORA, Served, saved, served, small_model
 
 from retrain.config import load_config
-from retrain.engine.vllm.transfer import Bucket, broadcast, join
 from retrain.pipeline import train
+from retrain.vllm.transfer import Bucket, broadcast, join
 from tests.chaos.judgement import judge_log
 from tests.test_vllm_whole import echo, rows
 
@@ -195,7 +195,7 @@ async def test_says_what_it_is(server: Speaker, place: Served) -> None:
     model, parallel, lora = info["model_config"], info["parallel_config"], info["lora_config"]
     assert (model["logprobs_mode"], model["max_logprobs"]) == ("processed_logprobs", -1)
     assert (model["dtype"], model["max_model_len"], model["model"]) == ("torch.float32", 512, root)
-    assert parallel["worker_extension_cls"] == "retrain.engine.vllm.worker.Extension"
+    assert parallel["worker_extension_cls"] == "retrain.vllm.worker.Extension"
     assert [lora[key] for key in ("max_loras", "max_cpu_loras", "max_lora_rank")] == [3, 6, 16]
     assert await server.get("/get_world_size") == {"world_size": 1}
     assert await server.get("/weight_info") == {"weight_version": "default"}

@@ -16,16 +16,16 @@ from torch import Tensor
 from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from vllm_kit import FLAGS, LORA, StandIn, saved, small_model, stand_in
 
-from retrain.engine.vllm import checkpoint, delivery, group
-from retrain.engine.vllm.checkpoint import PREFIX, Manifest, WeightStore, write_model
-from retrain.engine.vllm.client import VllmClient
-from retrain.engine.vllm.delivery import AdapterDelivery, Delivery, FolderDelivery, adapter_name
-from retrain.engine.vllm.group import GroupDelivery
-from retrain.engine.vllm.options import InFlight
-from retrain.engine.vllm.publish import UNKNOWN, Publisher, PublishError
-from retrain.engine.vllm.transfer import Bucket
 from retrain.engine.weights import LoraWeights, snapshot
 from retrain.errors import AdapterError
+from retrain.vllm import checkpoint, delivery, group
+from retrain.vllm.checkpoint import PREFIX, Manifest, WeightStore, write_model
+from retrain.vllm.client import VllmClient
+from retrain.vllm.delivery import AdapterDelivery, Delivery, FolderDelivery, adapter_name
+from retrain.vllm.group import GroupDelivery
+from retrain.vllm.options import InFlight
+from retrain.vllm.publish import UNKNOWN, Publisher, PublishError
+from retrain.vllm.transfer import Bucket
 
 RPC = "/collective_rpc"
 PROMPT = [8, 20, 30, 40, 50]

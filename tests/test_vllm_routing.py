@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from retrain.engine.vllm.routing import BLOCK, SPARE, Router
+from retrain.vllm.routing import BLOCK, SPARE, Router
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:

@@ -19,16 +19,16 @@ from vllm_kit import LORA, saved, small_model, stand_in, standin_python
 from retrain.adapters.trl.options import LoraOptions, TrlOptions
 from retrain.assembly import assemble
 from retrain.config import RunConfig, parse_config
-from retrain.engine.vllm import checks, environment
-from retrain.engine.vllm.checkpoint import WeightStore
-from retrain.engine.vllm.client import AdapterSlots, VllmClient
-from retrain.engine.vllm.opening import _processes
-from retrain.engine.vllm.options import VllmOptions, located
 from retrain.errors import AdapterError, ConfigError
-from retrain.observe.report import digest
 from retrain.pipeline.checkpoint import Checkpoints
 from retrain.pipeline.stages import train
 from retrain.pipeline.verify import ERROR
+from retrain.report.page import digest
+from retrain.vllm import checks, environment
+from retrain.vllm.checkpoint import WeightStore
+from retrain.vllm.client import AdapterSlots, VllmClient
+from retrain.vllm.opening import _processes
+from retrain.vllm.options import VllmOptions, located
 from tests.chaos.judgement import judge_log
 from tests.test_vllm_sampler import opening_of
 

@@ -17,10 +17,10 @@ from pathlib import Path
 
 import pytest
 
-from retrain.concurrency import starting
-from retrain.engine.vllm.client import AdapterSlots, VllmClient
-from retrain.engine.vllm.server import Launch, VllmServer, _reserved_port, cause, write_worker
 from retrain.errors import AdapterError
+from retrain.supervision import starting
+from retrain.vllm.client import AdapterSlots, VllmClient
+from retrain.vllm.server import Launch, VllmServer, _reserved_port, cause, write_worker
 
 HEALTHY = """\
 import http.server, os, subprocess, sys
@@ -117,7 +117,7 @@ def test_the_servers_part_of_retrain_needs_torch_and_vllm_alone(tmp_path: Path) 
             elif isinstance(node, ast.Import):
                 found |= {name.name for name in node.names}
     own = {name for name in found if name.startswith("retrain")}
-    assert own == {"retrain.engine.vllm.transfer"}
+    assert own == {"retrain.vllm.transfer"}
     assert (package / "transfer.py").is_file()
     others = {name.partition(".")[0] for name in found - own} - sys.stdlib_module_names
     assert others == {"torch", "vllm"}
@@ -234,7 +234,7 @@ def test_a_server_ends_when_its_run_is_killed(make: Make, tmp_path: Path) -> Non
     script = f"""
 import asyncio, os, signal
 from pathlib import Path
-from retrain.engine.vllm.server import Launch, VllmServer
+from retrain.vllm.server import Launch, VllmServer
 async def main():
     place = Path({str(tmp_path)!r})
     launch = Launch(place / "python", "a")

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from retrain.cli.run import main
 from retrain.observe.run_dir import read_metrics
-from retrain.run import main
 
 ROOT = Path(__file__).resolve().parent.parent
 pytestmark = pytest.mark.usefixtures("own_folder")

@@ -16,9 +16,9 @@ import weakref
 
 import pytest
 
-from retrain.concurrency.children import Child
-from retrain.concurrency.leash import leash
-from retrain.concurrency.watch import Watch, debugging
+from retrain.supervision.children import Child
+from retrain.supervision.leash import leash
+from retrain.supervision.watch import Watch, debugging
 from tests.pipe_kit import events, played
 
 SCRIPT = """
@@ -27,7 +27,7 @@ from pathlib import Path
 from benchmarks.mock_engine import mock_config
 from retrain.environment import Environment
 from retrain.pipeline import train
-from retrain.rewarding import reward
+from retrain.scoring import reward
 
 class Env(Environment):
     async def step(self, action):
@@ -280,7 +280,7 @@ def test_a_fork_that_returns_from_user_code_ends_and_the_run_goes_on(tmp_path, p
 
 KILLED = """
         import os, signal
-        from retrain.concurrency.children import Child
+        from retrain.supervision.children import Child
         stubborn = "trap '' TERM; echo ready; while :; do sleep 60; done"
         child = await Child.start(["sh", "-c", stubborn])
         await child.stdout.readline()
@@ -388,7 +388,7 @@ FIRST = """
 import os, signal, sys
 os.getpid = lambda: 1
 from pathlib import Path
-from retrain.concurrency.leash import leash
+from retrain.supervision.leash import leash
 leash._send = lambda message: None
 with leash.watch(60.0, Path(sys.argv[1])):
     signal.raise_signal(signal.{number})

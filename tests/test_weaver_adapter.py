@@ -16,8 +16,8 @@ from retrain.adapters.weaver.options import WeaverOptions
 from retrain.config import RunConfig, parse_config
 from retrain.errors import CheckpointError
 from retrain.sampler import SamplingParams
-from retrain.transport.refusals import RemoteError
 from retrain.types import Batch, Completion, Denominators, Sample
+from retrain.wire.refusals import RemoteError
 from tests.fake_weaver import KEY, VOCABULARY, FakeWeaver, log_softmax
 
 OPTIONS: dict[str, Any] = {

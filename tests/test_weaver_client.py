@@ -11,8 +11,8 @@ import pytest
 
 from retrain.adapters.weaver import AdamParams, LoraConfig, TrainingRow, WeaverClient
 from retrain.sampler import SamplingParams
-from retrain.transport.refusals import RemoteError
-from retrain.transport.retries import RetryPolicy
+from retrain.wire.refusals import RemoteError
+from retrain.wire.retries import RetryPolicy
 from tests.fake_weaver import KEY, FakeWeaver, Fault, serve
 
 SOON = RetryPolicy(attempts=4, first=0.0, cap=0.0, total=20.0)

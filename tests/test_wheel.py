@@ -29,7 +29,7 @@ INSIDE = {
     "rewards": "*.py",
 }
 """Folders of the checkout that the wheel has inside the package, and their files."""
-DATA = {"retrain/py.typed", "retrain/__init__.pyi", "retrain/observe/report.html"}
+DATA = {"retrain/py.typed", "retrain/__init__.pyi", "retrain/report/report.html"}
 
 
 def called(command: Sequence[str], folder: Path, **environment: str) -> str:
@@ -93,7 +93,7 @@ def run_installed(site: Path, folder: Path, *command: str) -> str:
 
 EACH = """
 import json, os, sys
-from retrain.run import main
+from retrain.cli.run import main
 
 main(["quickstart", "--dry-run"])
 for folder, *arguments in json.loads(sys.argv[1]):
@@ -149,7 +149,7 @@ def test_an_installed_wheel_runs_the_included_configs_from_an_empty_folder(
 
 def test_an_installed_wheel_has_its_command_and_built_ins(installed: Path, tmp_path: Path) -> None:
     [entry] = installed.glob("*.dist-info/entry_points.txt")
-    assert "retrain = retrain.__main__:main" in entry.read_text()
+    assert "retrain = retrain.cli.commands:main" in entry.read_text()
     names = (
         "from retrain.config.plugins import FILES, built_in_names; "
         "print({kind: built_in_names(kind) for kind in FILES})"

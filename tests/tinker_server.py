@@ -22,8 +22,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from retrain.protocols.tinker import messages, payloads
-from retrain.protocols.tinker.values import (
+from retrain.wire.tinker import messages, payloads
+from retrain.wire.tinker.values import (
     Datum,
     ForwardBackward,
     ForwardBackwardOutput,

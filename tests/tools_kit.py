@@ -10,12 +10,12 @@ from typing import Any
 from retrain import Action, Environment, Prompt, ToolCall
 from retrain.chat import Chat
 from retrain.chat.formats.hermes import Hermes
+from retrain.check.scripted import Letters
 from retrain.config import parse_config
-from retrain.rewarding import Scorer
+from retrain.environment.tools import ToolEnvironment
 from retrain.rollout import Rollouts, Slot
 from retrain.sampler import SamplingParams
-from retrain.scripted import Letters
-from retrain.tools import ToolEnvironment
+from retrain.scoring import Scorer
 from retrain.types import Completion, Group
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from retrain.adapters.trl.options import TrlOptions
-from retrain.batching import batch_of
+from retrain.algorithms.batching import batch_of
 from retrain.config import Plugin, RunConfig
 from retrain.types import Batch, Sample
 

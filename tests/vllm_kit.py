@@ -60,7 +60,7 @@ FLAGS = [
 LORA = [
     *("--enable-lora", "--max-loras", "3", "--max-cpu-loras", "6", "--max-lora-rank", "16"),
 ]
-GROUP = ["--worker-extension-cls", "retrain.engine.vllm.worker.Extension"]
+GROUP = ["--worker-extension-cls", "retrain.vllm.worker.Extension"]
 
 
 def small_model(seed: int = 0, *, tied: bool = False, spread: float = 0.02) -> PreTrainedModel:

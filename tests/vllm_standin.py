@@ -39,8 +39,8 @@ from starlette.routing import Route
 
 from retrain.engine.sampler import eos_ids
 from retrain.engine.stopping import Stopping
-from retrain.engine.vllm.transfer import Bucket
 from retrain.sampler import SamplingParams
+from retrain.vllm.transfer import Bucket
 
 VERSION = "0.32.0"
 GENERATE = "/inference/v1/generate"

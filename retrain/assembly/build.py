@@ -23,9 +23,9 @@ from retrain.observe.callbacks import Callback
 from retrain.prompts import Origin, PromptSource
 from retrain.prompts.building import built
 from retrain.prompts.examples import Pairs
-from retrain.rewarding import RewardCalculator, Scorer
-from retrain.rewarding.processes import ProcessReward
 from retrain.rollout.opponents import Opponent
+from retrain.scoring import RewardCalculator, Scorer
+from retrain.scoring.processes import ProcessReward
 from retrain.types import Row
 
 CheckRow = Callable[[Row], None]

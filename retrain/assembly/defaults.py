@@ -16,8 +16,8 @@ from pydantic import ValidationError
 from retrain.assembly.parts import KINDS, dumped, normalisation_of
 from retrain.config.plugins import find_plugin
 from retrain.errors import ConfigError
-from retrain.jsonable import plain
 from retrain.losses import row_of
+from retrain.supervision.jsonable import plain
 
 _SECTIONS = {"environment": "environment", "algorithm": "algorithm", "backend": "backend"} | {
     "prompts": "prompts", "rewards": "reward", "loggers": "logger"

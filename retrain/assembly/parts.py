@@ -15,7 +15,6 @@ from retrain.adapters.base import Adapter, AdapterOptions, Capabilities
 from retrain.algorithms.base import Algorithm
 from retrain.assembly.learner import Learner
 from retrain.chat.formats.base import Format
-from retrain.concurrency.loading import uncollected
 from retrain.config import Plugin, RunConfig
 from retrain.config.binding import bind
 from retrain.config.paths import is_hub_id
@@ -23,13 +22,14 @@ from retrain.config.plugins import Kind, construct, find_plugin
 from retrain.config.problems import keys_of
 from retrain.environment import Environment
 from retrain.errors import PluginError, install_command
-from retrain.jsonable import Filled
 from retrain.losses import Loss, Normalisation, vanishes
 from retrain.observe.callbacks import Callback
 from retrain.prompts import PromptSource
 from retrain.prompts.building import PROMPTS
-from retrain.rewarding import REWARD, Scorer
 from retrain.rollout.opponents import Opponent
+from retrain.scoring import REWARD, Scorer
+from retrain.supervision.jsonable import Filled
+from retrain.supervision.loading import uncollected
 
 ADAPTER = Kind("adapter", Adapter)
 KINDS = {

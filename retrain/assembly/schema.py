@@ -14,7 +14,7 @@ from retrain.config import AlgorithmConfig, RunConfig
 from retrain.config.binding import CASE, key_schema
 from retrain.config.plugins import built_in_names, find_plugin
 from retrain.errors import PluginError
-from retrain.rewarding import NAMES, FunctionReward
+from retrain.scoring import NAMES, FunctionReward
 
 SECTIONS = {"AlgorithmConfig": "algorithm", "RewardConfig": "reward"}
 """Models with declared keys, and their kinds."""
@@ -51,12 +51,28 @@ def run_schema() -> Json:
     for model, key in (("RewardConfig", "only_if"), ("AlgorithmConfig", "mismatch")):
         models[model]["properties"][key]["anyOf"].append({"type": "string"})
     models["ChatConfig"]["type"] = ["object", "string"]
+    models["SamplingConfig"]["properties"]["stop"]["type"] = ["array", "string"]
     for section in ("rewards", "loggers"):
         sections[section]["type"] = ["array", "object", "string"]
         sections[section] |= {"if": {"type": "object"}, "then": sections[section]["items"]}
     head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "retrain run"}
     tidy: Json = _on_one_line({**schema, **head})
     return head | tidy
+
+
+def with_variables(value: Any) -> Any:
+    """The schema with `${NAME}` in the place of a number or a boolean."""
+    if isinstance(value, list):
+        return [with_variables(inner) for inner in value]
+    if not isinstance(value, dict):
+        return value
+    changed = {key: with_variables(inner) for key, inner in value.items()}
+    if value.get("type") in ("boolean", "integer", "number") and not value.keys() & {
+        "const",
+        "enum",
+    }:
+        changed |= {"type": [value["type"], "string"], "pattern": r"^\$\{[^{}]*\}$"}
+    return changed
 
 
 def _on_one_line(value: Any) -> Any:

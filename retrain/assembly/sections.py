@@ -25,6 +25,7 @@ from retrain.config.paths import find_file
 from retrain.config.plugins import built_in_names, construct, find_plugin
 from retrain.config.problems import keys_of, problems_of
 from retrain.environment import Environment
+from retrain.environment.tools import ToolEnvironment
 from retrain.errors import (
     ConfigError,
     PluginError,
@@ -32,7 +33,9 @@ from retrain.errors import (
     UserCodeError,
     install_command,
 )
-from retrain.rewarding import (
+from retrain.rollout.group import seats_of
+from retrain.rollout.opponents import Opponent, opponent_of
+from retrain.scoring import (
     Combined,
     RewardCalculator,
     Scorer,
@@ -40,9 +43,6 @@ from retrain.rewarding import (
     WeightedReward,
     term_of,
 )
-from retrain.rollout.group import seats_of
-from retrain.rollout.opponents import Opponent, opponent_of
-from retrain.tools import ToolEnvironment
 
 
 class Problems:
@@ -236,7 +236,7 @@ def check_endpoint(config: RunConfig) -> None:
             f"that are not installed ({missing}): {install_command('agents')}"
         )
     if config.endpoint.port:
-        from retrain.endpoint.connections import bound
+        from retrain.agents.connections import bound
 
         try:
             bound(config.endpoint).close()  # the model has not loaded yet

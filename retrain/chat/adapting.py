@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any, cast
 
 from retrain.chat.formats.base import Format
@@ -34,27 +35,27 @@ def explained(
     For templates that show no tools. Results that follow each other are one message of the user.
     """
     found: list[Message] = []
-    answering = False
-    for message in messages:
-        if message["role"] == "tool":
-            text = form.answer(message["content"])
-            if answering:
-                text = f"{found.pop()['content']}\n{text}"
+    for is_answer, part in groupby(messages, lambda message: message["role"] == "tool"):
+        if is_answer:
+            text = "\n".join(form.answer(message["content"]) for message in part)
             found.append(Message(role="user", content=text))
-        elif calls := message.get("tool_calls"):
-            parts = [message["content"], *map(form.write, calls)]
-            text = "\n".join([part for part in parts if part])
-            kept = {key: value for key, value in message.items() if key != "tool_calls"}
-            found.append(cast(Message, {**kept, "content": text}))
         else:
-            found.append(message)
-        answering = message["role"] == "tool"
+            found += [_with_calls_as_text(message, form) for message in part]
     if not tools:
         return found
     text = form.explain(tools)
     if found and found[0]["role"] == "system":
         text = f"{found.pop(0)['content']}\n\n{text}"
     return [Message(role="system", content=text), *found]
+
+
+def _with_calls_as_text(message: Message, form: Format) -> Message:
+    """The message with its tool calls in its text."""
+    if not message.get("tool_calls"):
+        return message
+    parts = [message["content"], *map(form.write, message["tool_calls"])]
+    kept = {key: value for key, value in message.items() if key != "tool_calls"}
+    return cast(Message, {**kept, "content": "\n".join(part for part in parts if part)})
 
 
 def with_text_arguments(message: Message) -> Message:

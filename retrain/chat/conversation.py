@@ -114,18 +114,21 @@ class Chat:
             raise ValueError("got no messages, expected at least one to start a rollout")
         if continues:
             return Conversation(self, self._open(checked, tools, continues=True), checked)
+        return Conversation(self, self._cached_opening(checked, tools), checked)
+
+    def _cached_opening(self, checked: Sequence[Message], tools: Sequence[ToolSpec]) -> _Opening:
         key = (tuple([tuple(m.items()) for m in checked]), repr(tools) if tools else "")
         try:
             opening = self._openings.pop(key, None)
         except TypeError:  # unhashable: a message has tool calls
-            return Conversation(self, self._open(checked, tools), checked)
+            return self._open(checked, tools)
         if opening is None:
             opening = self._open(checked, tools)
             self._cached += len(opening.prompt_ids)
         self._openings[key] = opening  # the most recently used one is the last
         while self._cached > _CACHED_TOKENS:
             self._cached -= len(self._openings.popitem(last=False)[1].prompt_ids)
-        return Conversation(self, opening, checked)
+        return opening
 
     def problem_with_tools(self) -> str:
         """What is wrong with tools in this chat; empty if the model sees them and can call them."""

@@ -29,14 +29,14 @@ class TurnTokens:
         # SentencePiece models put a space before every text
         self._pads = tokenizer.decode([*self.encode("\n"), *self.encode("\n")]) != "\n\n"
         self.start = self._before_texts() if template.joins else []
-        eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        eos = tokenizer.eos_token_id
         ends = [] if template.joins else [self._end_token(text) for text in template.closers()]
         own = {} if template.joins else self._single(form.ends)
-        found = (*eos, *(token for token in ends if token is not None), *own)
+        found = (token for token in (eos, *ends, *own) if token is not None)
         self.stops = tuple(dict.fromkeys(found))
         self._replaced = frozenset(t for t, text in own.items() if text in form.replaced)
         """What the model may end a turn with, but no history has."""
-        self._instead = frozenset(own) - self._replaced - {*eos, *ends}
+        self._instead = frozenset(own) - self._replaced - {eos, *ends}
         """What ends a turn in place of the template's end."""
         self._closers = frozenset[int]() if template.joins else frozenset(self.stops)
         decode = tokenizer.decode

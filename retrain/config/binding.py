@@ -7,7 +7,7 @@ import inspect
 import re
 import types
 import typing
-from collections.abc import Callable, Collection, Iterator, Mapping, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from functools import lru_cache
 from typing import Annotated, Any, NotRequired, Required
 
@@ -47,29 +47,35 @@ def bind(
     only keys that resemble a valid one are unknown.
     """
     parameters = _signature(target)
-    ours = {name: value for name, value in (given or {}).items() if name in parameters}
-    before = {name: value for name, value in (bound or {}).items() if name in parameters}
+    ours, before = (_only(values or {}, parameters) for values in (given, bound))
     provided = (*provided, *ours)
     types = {name: parameter.annotation for name, parameter in parameters.items()}
-    valid = {k: t for k, t in {**types, **dict.fromkeys(beside)}.items() if k not in provided}
+    types |= dict.fromkeys(beside)
+    valid = _only(types, types.keys() - set(provided))
     try:
         keys = typed_keys(target, provided, given=before).validate_python(dict(arguments))
     except ValidationError as error:
-        called_with = [name for name in provided if name not in ours]
-        others = f", in addition to what it is called with: {', '.join(called_with)}"
-        name = f"{getattr(target, '__name__', target)}{place_of(target)}"
-        missing = f"{name} needs it{others if called_with else ''}"
-        problems = problems_of(
-            error, valid, prefix=where, known=known, missing=missing, values=arguments
-        )
-        raise PluginError(*problems) from None
-    if misspelt := list(_misspelt(keys.keys() - parameters.keys(), valid, where)):
-        raise PluginError(*misspelt)
-    if taken := [key for key in keys if key in provided]:  # only with **kwargs: all keys are valid
+        missing = _needed_by(target, [name for name in provided if name not in ours])
         raise PluginError(
-            *(f"{where}.{key}: the run sets this argument; remove it" for key in taken)
-        )
+            *problems_of(error, valid, prefix=where, known=known, missing=missing, values=arguments)
+        ) from None
+    problems = list(_misspelt(keys.keys() - parameters.keys(), valid, where))
+    taken = keys.keys() & set(provided)  # only with **kwargs: all keys are valid
+    problems += [f"{where}.{key}: the run sets this argument; remove it" for key in sorted(taken)]
+    if problems:
+        raise PluginError(*problems)
     return {**ours, **before, **with_objects(keys)}
+
+
+def _only(values: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if name in names}
+
+
+def _needed_by(target: Callable[..., Any], called_with: Sequence[str]) -> str:
+    """Who needs a missing key."""
+    others = f", in addition to what it is called with: {', '.join(called_with)}"
+    name = f"{getattr(target, '__name__', target)}{place_of(target)}"
+    return f"{name} needs it{others if called_with else ''}"
 
 
 def _misspelt(further: Set[str], valid: Collection[str], where: str) -> Iterator[str]:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from retrain.config.foreign import ADVICE, FOREIGN, HOMES, PATHS, WRAPPERS
-from retrain.jsonable import Filled
+from retrain.supervision.jsonable import Filled
 
 _NAMES = (
     r"(api[_-]?key|secret([_-]?key)?|password|passwd|(private|access)[_-]?key|credentials?"
@@ -46,19 +46,19 @@ def unknown_key(path: str, value: Any, valid: Iterable[str], known: Mapping[str,
     """
     section, _, name = path.rpartition(".")
     here = {choice: f"{section}.{choice}".lstrip(".") for choice in valid}
-    if name in _LOCAL and _LOCAL[name][0] in here:
-        return [f"{path}: unknown key; {_LOCAL[name][1]}"]
-    home = PATHS.get(path)
-    if home is None and HOMES.get(name) in here.values():
-        home = HOMES[name]  # `backend.lr` is not a misspelt lr_scheduler
-    if home is None:
-        foreign = name in FOREIGN and isinstance(value, Mapping)
-        if near := None if foreign else _nearest(name, list(here)):
-            return [f"{path}: unknown key; did you mean {here[near]}?"]
-        if isinstance(value, Mapping) and value:
-            inner = (unknown_key(f"{path}.{key}", value[key], (), known) for key in value)
-            return [line for lines in inner for line in lines]
-    return [f"{path}: unknown key{_advice(path, here, known, home)}"]
+    neighbour, advice = _LOCAL.get(name, ("", ""))
+    if neighbour in here:
+        return [f"{path}: unknown key; {advice}"]
+    beside = HOMES.get(name) in here.values()  # `backend.lr` is not a misspelt lr_scheduler
+    if home := PATHS.get(path) or (HOMES[name] if beside else None):
+        return [f"{path}: unknown key{_advice(path, here, known, home)}"]
+    is_section = isinstance(value, Mapping)
+    if near := None if is_section and name in FOREIGN else _nearest(name, list(here)):
+        return [f"{path}: unknown key; did you mean {here[near]}?"]
+    if is_section and value:
+        inner = (unknown_key(f"{path}.{key}", value[key], (), known) for key in value)
+        return [line for lines in inner for line in lines]
+    return [f"{path}: unknown key{_advice(path, here, known, None)}"]
 
 
 def _advice(path: str, here: Mapping[str, str], known: Mapping[str, str], home: str | None) -> str:
@@ -96,18 +96,15 @@ def secrets(value: Any, path: str = "") -> Iterator[str]:
 
     What an environment variable holds is not in the config.
     """
-    if isinstance(value, Mapping):
-        for key, inner in value.items():
-            here = f"{path}.{key}".lstrip(".")
-            if is_secret(str(key)) and inner is not None and not _is_variable(inner):
-                yield here
-            else:
-                yield from secrets(inner, here)
-    elif isinstance(value, list | tuple):
-        for index, inner in enumerate(value):
-            yield from secrets(inner, f"{path}.{index}")
-    elif isinstance(value, str) and not _is_variable(value) and _LOGIN.search(value):
+    if isinstance(value, str) and not _is_variable(value) and _LOGIN.search(value):
         yield path
+    items = enumerate(value) if isinstance(value, list | tuple) else ()
+    for key, inner in value.items() if isinstance(value, Mapping) else items:
+        here = f"{path}.{key}".lstrip(".")
+        if is_secret(str(key)) and inner is not None and not _is_variable(inner):
+            yield here
+        else:
+            yield from secrets(inner, here)
 
 
 def _is_variable(value: Any) -> bool:

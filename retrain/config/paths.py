@@ -101,8 +101,9 @@ def find_model(model: str, base_dir: Path) -> str:
     for folder in tried:
         if (folder / "config.json").is_file():
             return str(folder.resolve())
+    may_be_id = "/" in model and not _is_path(model)
     for folder in tried:
-        if folder.exists() and (_is_path(model) or "/" not in model):
+        if folder.exists() and not may_be_id:
             raise ConfigError(f"model: {folder} {_no_model(folder)}")
     if "/" not in model and difflib.get_close_matches(model.lower(), [TINY], cutoff=0.7):
         raise ConfigError(

@@ -24,7 +24,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -32,7 +32,7 @@ from typing import Any, TypeVar
 
 from retrain.config.paths import find_file
 from retrain.errors import ConfigError, PluginError, PromptError, is_library, nearest
-from retrain.jsonable import Named
+from retrain.supervision.jsonable import Named
 
 T = TypeVar("T")
 PACKAGE = Path(__file__).resolve().parent.parent
@@ -53,7 +53,7 @@ LOCAL = re.compile(r"^__main__:|<|:.*\.")
 """Names of objects that no import finds."""
 _PREFIX = "_retrain_"
 """What the names of the packages begin with that are made of users' folders."""
-SHARED = frozenset({"base", "credit", "functional", "remote"})
+SHARED = frozenset({"base", "batching", "credit", "functional", "remote"})
 """Code that the built-ins of the other kinds share: not a plug-in, like `_name`."""
 
 
@@ -123,7 +123,7 @@ def find_plugin(kind: Kind, text: str, where: str, base_dir: Path) -> Any:
     """
     target, colon, name = text.rpartition(":") if ":" in text else (text, "", "")
     if isinstance(text, Named):
-        return _checked(kind, text.value, text, where)
+        return _fitting(kind, text.value, text, where)
     if target.endswith(".py"):
         path = find_file(target, base_dir, f"{where}: ", PluginError)
         module = _load_own(path, where, base_dir)
@@ -141,11 +141,11 @@ def find_plugin(kind: Kind, text: str, where: str, base_dir: Path) -> Any:
     return _member(kind, module, name, where) if name else _only(kind, module, where)
 
 
-def _checked(kind: Kind, value: Any, name: str, where: str) -> Any:
-    """An object of the user's program; raises PluginError if it is of another kind."""
+def _fitting(kind: Kind, value: Any, what: str, where: str, advice: str = "") -> Any:
+    """The value; raises PluginError if it is of another kind."""
     if kind.fits(value):
         return value
-    raise PluginError(f"{where}: {name} is no {kind.base.__name__}")
+    raise PluginError(f"{where}: {what} is not a subclass of {kind.base.__name__}{advice}")
 
 
 def find_function(text: str, base_dir: Path, where: str) -> Callable[..., Any]:
@@ -167,6 +167,11 @@ def built_in_names(kind: str) -> list[str]:
 def built_ins(kind: str) -> dict[str, Path]:
     """The built-in files of a kind by their short names: in the package, or in its checkout."""
     return _files(kind, PACKAGE if any(PACKAGE.glob(FILES[kind])) else PACKAGE.parent)
+
+
+def config_file(text: str) -> Path:
+    """The file of a command's CONFIG: a path, or the name of an included config."""
+    return Path(text) if Path(text).exists() else built_ins("config").get(text, Path(text))
 
 
 def _files(kind: str, root: Path) -> dict[str, Path]:
@@ -213,7 +218,7 @@ def _member(kind: Kind, module: ModuleType, name: str, where: str) -> Any:
         public = [known for known in dir(module) if known[0] != "_"]
         hint = nearest(name, public) or f"; {others}"
         raise PluginError(f"{where}: there is no {name} in {source}{hint}")
-    raise PluginError(f"{where}: {name} in {source} is not a subclass of {base.__name__}; {others}")
+    return _fitting(kind, value, f"{name} in {source}", where, f"; {others}")
 
 
 def _only(kind: Kind, module: ModuleType, where: str) -> Any:
@@ -300,11 +305,10 @@ def _load_package(name: str, folder: Path) -> None:
         module.__path__ = search
         return
     sys.modules[name] = module = importlib.util.module_from_spec(spec)
-    try:
+    with ExitStack() as failed:
+        failed.callback(sys.modules.pop, name)
         spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
+        failed.pop_all()
 
 
 def user_packages() -> dict[str, str]:

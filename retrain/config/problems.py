@@ -8,7 +8,7 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin
 
-from pydantic import BaseModel, ValidationError
+from pydantic import AliasChoices, BaseModel, ValidationError
 
 from retrain.config.hints import unknown_key
 from retrain.errors import shown
@@ -56,32 +56,45 @@ def problems_of(
     names = {**(keys_of(keys, prefix) if isinstance(keys, type) else {}), **(known or {})}
     alike: dict[str, list[Mapping[str, Any]]] = {}
     for detail in error.errors(include_url=False):
-        location = _place(keys, detail["loc"], values)[0]
-        path = ".".join(map(str, (prefix, *location) if prefix else location))
-        if not any(path == other or path.startswith(f"{other}.") for other in ignored):
+        path = f"{prefix}.{_path(keys, detail['loc'], values or {})}".lstrip(".")
+        if not f"{path}.".startswith(tuple(f"{other}." for other in ignored)):
             visible = {**detail, "input": _visible(detail["input"], path, ignored)}
             alike.setdefault(path, []).append(visible)
-    lines: list[str] = []
-    for path, details in alike.items():
-        value, kind, location = details[0]["input"], details[0]["type"], details[0]["loc"]
-        if kind == "extra_forbidden":
-            lines += unknown_key(path, value, _beside(keys, location), names)
-        elif kind.startswith("union_tag"):
-            lines.append(_no_such_type(path, details[0]["ctx"], _place(keys, location)[1]))
-        elif kind == "missing":
-            advice = _MISSING.get(str(location[-1]), missing)
-            lines.append(f"{path}: missing; {advice}{_type_as_key(location[-1], value)}")
-        elif kind == "value_error" and isinstance(value, Mapping):  # a validator of the section
-            lines.append(f"{path}: {details[0]['ctx']['error']}")
-        else:
-            expected = " or ".join(dict.fromkeys(map(_expected, details)))
-            lines.append(
-                f"{path}: got {_in_yaml(value)}, {expected.replace(' or expected', ' or')}"
-            )
-            if kind == "string_type" and isinstance(value, Mapping):
-                for key in value:
-                    lines += unknown_key(f"{path}.{key}", value[key], (), names)
-    return lines
+    found = (_lines(path, details, keys, names, missing) for path, details in alike.items())
+    return [line for lines in found for line in lines]
+
+
+def _lines(
+    path: str,
+    details: Sequence[Mapping[str, Any]],
+    keys: type[BaseModel] | Mapping[str, Any],
+    names: Mapping[str, str],
+    missing: str,
+) -> list[str]:
+    """The problems of one value: usually one, but one per key of an unknown section."""
+    value, kind, location = details[0]["input"], details[0]["type"], details[0]["loc"]
+    if kind == "extra_forbidden":
+        if name := _other_name(keys, location):
+            section = path.rpartition(".")[0]
+            return [f"{path}: another name of {section}.{name}; set only one of them"]
+        return unknown_key(path, value, _beside(keys, location), names)
+    if kind.startswith("union_tag"):
+        models = _place(keys, location)[1] if isinstance(keys, type) else ()
+        return [_no_such_type(path, details[0]["ctx"], models)]
+    if kind == "missing":
+        advice = _MISSING.get(str(location[-1]), missing)
+        return [f"{path}: missing; {advice}{_type_as_key(location[-1], value)}"]
+    if kind == "value_error" and isinstance(value, Mapping):  # a validator of the section
+        return [f"{path}: {details[0]['ctx']['error']}"]
+    expected = " or ".join(dict.fromkeys(map(_expected, details)))
+    line = f"{path}: got {_in_yaml(value)}, {expected.replace(' or expected', ' or')}"
+    return [line, *(_unknown_keys(path, value, names) if kind == "string_type" else ())]
+
+
+def _unknown_keys(path: str, value: Any, names: Mapping[str, str]) -> Iterator[str]:
+    """The problems of a mapping that should be a string."""
+    for key in value if isinstance(value, Mapping) else ():
+        yield from unknown_key(f"{path}.{key}", value[key], (), names)
 
 
 def _no_such_type(path: str, context: Mapping[str, Any], options: Sequence[type[BaseModel]]) -> str:
@@ -158,36 +171,49 @@ def _beside(
     keys: type[BaseModel] | Mapping[str, Any], location: Sequence[int | str]
 ) -> Sequence[str]:
     """The valid keys at the place of `location`'s last part."""
-    if not isinstance(keys, type):
-        first, *rest = location
-        inner = _models_in(keys.get(str(first)))
-        return [key for model in inner for key in _beside(model, rest)] if rest else list(keys)
-    return [key for model in _place(keys, location[:-1])[1] for key in _keys(model)]
+    if isinstance(keys, type):
+        return [key for model in _place(keys, location[:-1])[1] for key in _keys(model)]
+    first, *rest = location
+    inner = _models_in(keys.get(str(first)))
+    return [key for model in inner for key in _beside(model, rest)] if rest else list(keys)
+
+
+def _other_name(
+    keys: type[BaseModel] | Mapping[str, Any], location: Sequence[int | str]
+) -> str | None:
+    """The key that has the last part of `location` as another name, if one has."""
+    models = _place(keys, location[:-1])[1] if isinstance(keys, type) else []
+    fields = [(name, f.validation_alias) for m in models for name, f in m.model_fields.items()]
+    others = (n for n, a in fields if isinstance(a, AliasChoices) and location[-1] in a.choices)
+    return next(others, None)
+
+
+def _path(
+    keys: type[BaseModel] | Mapping[str, Any],
+    location: Sequence[int | str],
+    values: Mapping[str, Any],
+) -> str:
+    """The dotted path of pydantic's `location`."""
+    parts = _place(keys, location)[0] if isinstance(keys, type) else _way(location, values)
+    return ".".join(map(str, parts))
 
 
 def _place(
-    keys: type[BaseModel] | Mapping[str, Any],
-    location: Sequence[int | str],
-    values: Mapping[str, Any] | None = None,
+    keys: type[BaseModel], location: Sequence[int | str]
 ) -> tuple[list[int | str], list[type[BaseModel]]]:
     """The keys on the way, and the models that are possible there.
 
-    In pydantic's `location` the other strings name the members of a union.
+    In pydantic's `location` a string after a union's key names one of its members.
     """
-    if not isinstance(keys, type):
-        return _way(location, values or {}), []
     path: list[int | str] = []
     models, union = [keys], False
     for part in location:
-        owner = next((model for model in models if part in model.model_fields), None)
-        if isinstance(part, str) and owner is not None:
-            annotation = owner.model_fields[part].annotation
+        fields = {name: field for m in models[::-1] for name, field in m.model_fields.items()}
+        if part in fields:
+            annotation = fields[str(part)].annotation
             models, union = _models_in(annotation), _is_union(annotation)
-        elif tagged := [model for model in models if len(models) > 1 and _tag(model) == part]:
-            models, union = tagged, False
-            continue
-        elif isinstance(part, str) and union and len(models) < 2:
-            union = not models
+        elif union and isinstance(part, str):
+            models, union = [m for m in models if _tag(m) == part] or models, False
             continue
         path.append(part)
     return path, models

@@ -5,7 +5,7 @@ Both raise one ConfigError that lists every problem.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from retrain.config.sections import RunConfig
 from retrain.config.variables import Problems, filled_in
 from retrain.config.yaml_text import Marks, apply_override, parse_override, read_config_file
 from retrain.errors import ConfigError
-from retrain.jsonable import Named
+from retrain.supervision.jsonable import Named
 
 BASE_DIR_NOTE = "# The resolved configuration; paths are relative to "
 """How the config.yaml of a run begins, before its `base_dir`."""
@@ -106,25 +106,29 @@ def _no_secret(path: str) -> str:
 
 def _spelt_out(mapping: Mapping[str, Any]) -> dict[str, Any]:
     """Expand short forms: `environment: echo`, `rewards: exact`, `prompts: file.jsonl`."""
-    full = dict(mapping)
-    for key in full.keys() & {"algorithm", "backend", "environment"}:
-        full[key] = _typed(full[key])
-    for key in full.keys() & {"loggers", "rewards"}:
-        items = [full[key]] if isinstance(full[key], str | Mapping) else full[key]
-        full[key] = [_typed(item) for item in items] if isinstance(items, list) else items
-    if isinstance(backend := full.get("backend"), Mapping):
-        full["backend"] = {"type": "trl", **backend}
-    if isinstance(chat := full.get("chat"), str):
-        full["chat"] = {"template": chat}
-    if isinstance(sampling := full.get("sampling"), dict) and isinstance(sampling.get("stop"), str):
-        full["sampling"] = {**sampling, "stop": [sampling["stop"]]}
-    if isinstance(opponents := full.get("opponents"), Mapping):
-        full["opponents"] = {seat: _typed(value) for seat, value in opponents.items()}
-    if "prompts" in full:
-        full["prompts"] = prompts_section(full["prompts"])
-    if isinstance(held_out := full.get("eval"), dict):
-        full["eval"] = _spelt_out(held_out)
-    return full
+    return {key: _SHORT[key](value) if key in _SHORT else value for key, value in mapping.items()}
+
+
+def _all_typed(items: Any) -> Any:
+    """A list of plug-ins, or one."""
+    items = [items] if isinstance(items, str | Mapping) else items
+    return [_typed(item) for item in items] if isinstance(items, list) else items
+
+
+def _backend(value: Any) -> Any:
+    value = _typed(value)
+    return {"type": "trl", **value} if isinstance(value, Mapping) else value
+
+
+def _sampling(value: Any) -> Any:
+    single = isinstance(value, Mapping) and isinstance(value.get("stop"), str)
+    return {**value, "stop": [value["stop"]]} if single else value
+
+
+def _opponents(value: Any) -> Any:
+    if not isinstance(value, Mapping):
+        return value
+    return {seat: _typed(opponent) for seat, opponent in value.items()}
 
 
 def _typed(value: Any) -> Any:
@@ -139,6 +143,21 @@ def prompts_section(value: Any) -> Any:
     if isinstance(value, str) and not isinstance(value, Named) and _is_file(value):
         return {"type": "file", "path": value}
     return {"type": "list", "rows": value} if isinstance(value, list) else _typed(value)
+
+
+_SHORT: Mapping[str, Callable[[Any], Any]] = {
+    "algorithm": _typed,
+    "backend": _backend,
+    "chat": lambda value: {"template": value} if isinstance(value, str) else value,
+    "environment": _typed,
+    "eval": lambda value: _spelt_out(value) if isinstance(value, Mapping) else value,
+    "loggers": _all_typed,
+    "opponents": _opponents,
+    "prompts": prompts_section,
+    "rewards": _all_typed,
+    "sampling": _sampling,
+}
+"""The sections that have short forms."""
 
 
 def _is_file(text: str) -> bool:

@@ -22,8 +22,8 @@ from pydantic import (
     model_validator,
 )
 
-from retrain.jsonable import Named
 from retrain.losses import Normalisation
+from retrain.supervision.jsonable import Named
 
 Listed = Field(strict=False)
 """A YAML list is read into a tuple; its items are checked as strictly as other values."""

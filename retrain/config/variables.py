@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from retrain.config.hints import is_secret
-from retrain.jsonable import Filled
+from retrain.supervision.jsonable import Filled
 
 _VARIABLE = re.compile(r"\$\$\{|\$\{([^{}]*)\}?")
 _NAMED = re.compile(r"(\w+)(?::-(.*))?", re.DOTALL)

@@ -68,12 +68,7 @@ def parse_yaml(text: str, source: str = "") -> tuple[Any, Marks]:
         marks: Marks = {}
         twice: list[str] = []
         _walk(node, "", marks, twice)
-        for path, number in _cut_off(node, "", text):
-            _log.warning(
-                "%sline %d: %s ends before the #, which starts a comment in YAML. If the # belongs "
-                "to the value, put the value in quotes",
-                f"{source}: " if source else "", number, path or "the value",
-            )  # fmt: skip
+        _warn_of_comments(node, text, f"{source}: " if source else "")
         value = loader.construct_document(node)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -88,6 +83,15 @@ def parse_yaml(text: str, source: str = "") -> tuple[Any, Marks]:
     if twice:
         raise ConfigError(*twice, source=source)
     return value, marks
+
+
+def _warn_of_comments(node: Any, text: str, head: str) -> None:
+    for path, number in _cut_off(node, "", text):
+        _log.warning(
+            "%sline %d: %s ends before the #, which starts a comment in YAML. If the # belongs to "
+            "the value, put the value in quotes",
+            head, number, path or "the value",
+        )  # fmt: skip
 
 
 def parse_override(text: str) -> tuple[list[str], Any]:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-QUERY = ("--query-gpu=index,uuid,name,memory.free", "--format=csv,noheader,nounits")
+QUERY = ("--query-gpu=name,memory.free", "--format=csv,noheader,nounits")
 SECONDS = 10.0
 MIB = 2**20
 
@@ -30,19 +30,21 @@ class Card:
 
 
 def cards() -> list[Card]:
-    """The CUDA cards that torch can use, in the order of CUDA_VISIBLE_DEVICES.
+    """The CUDA cards that torch can use.
 
-    Empty if torch is not built for CUDA, or `nvidia-smi` is missing or fails. A MIG device is not
-    listed: its card's free memory is not its own.
+    Empty if torch is not built for CUDA, or `nvidia-smi` is missing or fails, as it does for a MIG
+    device: its card's free memory is not its own.
     """
-    listed = _listed() if _built_for_cuda() else None
-    return [] if listed is None else _visible(listed, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen == "" or not _built_for_cuda():
+        return []
+    rows = [line.rpartition(", ") for line in _listed(*(["-i", chosen] if chosen else []))]
+    return [Card(name, int(free) * MIB) for name, _, free in rows if free.isdigit()]
 
 
 def present_devices() -> int | None:
     """How many cards the machine has, whatever CUDA_VISIBLE_DEVICES says; None if unknown."""
-    listed = _listed()
-    return None if listed is None else len(listed.strip().splitlines())
+    return len(_listed()) or None
 
 
 def cuda_devices() -> int:
@@ -73,46 +75,45 @@ def ram(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> in
     leaves under its limit. File caches count as free.
     """
     try:
-        text = (proc / "meminfo").read_text(encoding="ascii")
+        found = re.search(r"^MemAvailable:\s+(\d+) kB", (proc / "meminfo").read_text(), re.M)
     except OSError:
         return None
-    found = re.search(r"^MemAvailable:\s+(\d+) kB", text, re.MULTILINE)
     if found is None:
         return None
-    return min([int(found[1]) * 1024, *_left_in_groups(proc, groups)])
+    left, own = [int(found[1]) * 1024], proc / "self" / "cgroup"
+    lines = own.read_text().splitlines() if own.is_file() else []
+    for _, controllers, path in (line.split(":", 2) for line in lines):
+        if controllers == "":  # version 2
+            left += _left(groups, path, "memory.max", "memory.current")
+        elif "memory" in controllers.split(","):
+            left += _left(groups / "memory", path, "memory.limit_in_bytes", "memory.usage_in_bytes")
+    return min(left)
 
 
-def _listed() -> str | None:
-    """The cards by `nvidia-smi`, one per line; None if it is missing or fails."""
-    command = shutil.which("nvidia-smi")
-    if command is None:
-        return None
+def _left(root: Path, path: str, limit: str, usage: str) -> Iterator[int]:
+    """Bytes under the limit of a control group and of each that contains it."""
+    folder = root / path.lstrip("/")
+    for group in (folder, *folder.parents):
+        with suppress(OSError, ValueError):  # outside `root`, or "max": no limit
+            most, used = int((group / limit).read_text()), int((group / usage).read_text())
+            stat = (group / "memory.stat").read_text()
+            cached = re.findall(r"^(?:total_)?inactive_file (\d+)$", stat, re.M)
+            yield max(0, most - used + max(map(int, cached), default=0))
+
+
+def _listed(*options: str) -> list[str]:
+    """The name and the free memory of each card in a line; none if `nvidia-smi` fails."""
     try:
         done = subprocess.run(
-            [command, *QUERY], capture_output=True, text=True, timeout=SECONDS, check=True
+            ["nvidia-smi", *options, *QUERY],
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+            check=True,
         )
     except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout
-
-
-def _visible(listed: str, chosen: str | None) -> list[Card]:
-    """Cards of nvidia-smi's lines `index, uuid, name, free MiB`, as CUDA_VISIBLE_DEVICES chooses.
-
-    As in CUDA, an unknown device ends the list.
-    """
-    rows = [[part.strip() for part in line.split(",")] for line in listed.strip().splitlines()]
-    rows = [row for row in rows if len(row) == 4 and row[3].isdigit()]
-    every = [(index, uuid, Card(name, int(free) * MIB)) for index, uuid, name, free in rows]
-    if chosen is None:
-        return [card for _, _, card in every]
-    picked: list[Card] = []
-    for name in (part.strip() for part in chosen.split(",")):
-        match = [c for i, uuid, c in every if name and (name == i or uuid.startswith(name))]
-        if len(match) != 1:
-            break
-        picked += match
-    return picked
+        return []
+    return done.stdout.splitlines()
 
 
 def _built_for_cuda() -> bool:
@@ -125,41 +126,3 @@ def _built_for_cuda() -> bool:
     except OSError:
         return False
     return re.search(r"^cuda\b.*=\s*['\"]", text, re.MULTILINE) is not None
-
-
-def _left_in_groups(proc: Path, groups: Path) -> Iterator[int]:
-    """Bytes under the limit of each control group of this process: version 2, then version 1."""
-    try:
-        lines = (proc / "self" / "cgroup").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return
-    names = ("memory.max", "memory.current", "inactive_file")
-    older = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            root, (limit, usage, cached) = groups, names
-        elif "memory" in controllers.split(","):
-            root, (limit, usage, cached) = groups / "memory", older
-        else:
-            continue
-        folder = root / path.lstrip("/")
-        for group in (folder, *folder.parents):
-            if group == root.parent:
-                break
-            left = _left(group, limit, usage, cached)
-            if left is not None:
-                yield left
-
-
-def _left(group: Path, limit: str, usage: str, cached: str) -> int | None:
-    try:
-        most = (group / limit).read_text(encoding="ascii").strip()
-        used = int((group / usage).read_text(encoding="ascii"))
-        stat = (group / "memory.stat").read_text(encoding="ascii")
-    except (OSError, ValueError):
-        return None
-    if not most.isdigit():  # max: no limit
-        return None
-    found = re.search(rf"^{cached} (\d+)$", stat, re.MULTILINE)
-    return max(int(most) - used + (int(found[1]) if found else 0), 0)

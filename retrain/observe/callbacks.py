@@ -6,8 +6,7 @@
 
 - Callbacks are called in the given order, one at a time; a hook may be `def` or `async def`.
 - They observe the run and may ask it to stop; they get a copy of the metrics.
-- Each call has its own task, and all have the same context variables. An `async with` can't be
-  entered in one hook and left in another.
+- Each call has its own task, so an `async with` can't be entered in one hook and left in another.
 - An exception in a callback ends the run, with a note that names the callback. `on_train_end` is
   still called on all callbacks, and each may take `deadlines.stall`.
 """
@@ -17,18 +16,17 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextvars import copy_context
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal, Protocol
 
-from retrain.concurrency.deadlines import adapter_call, called
 from retrain.config import RunConfig
 from retrain.errors import shown
-from retrain.jsonable import default
 from retrain.observe.journal import known
 from retrain.observe.run_dir import RunDirectory
+from retrain.supervision.boundary import adapter_call, apart
+from retrain.supervision.jsonable import default
 from retrain.types import Metrics
 
 Status = Literal["completed", "solved", "interrupted", "failed"]
@@ -177,13 +175,12 @@ class Callbacks:
                     "derived from retrain.Callback"
                 )
         self._callbacks = tuple(callbacks)
-        self._context = copy_context()
-        """Of all calls: a variable that one hook sets is set in the next one."""
 
     async def call(self, hook: Hook, *arguments: object) -> None:
         """Call this hook of every callback."""
         for callback in self._callbacks:
-            await self._called(callback, hook, *map(_own_copy, arguments))
+            own = [{**given} if isinstance(given, dict) else given for given in arguments]
+            await self._called(callback, hook, *own)
 
     async def end(self, run: Any, result: TrainingResult, seconds: float) -> None:
         """Call `on_train_end` of every callback, each within `seconds`; then raise the first error.
@@ -236,8 +233,7 @@ class Callbacks:
         """Call a method in its own task. An error gets a note that names it."""
         name = f"{type(callback).__name__}.{hook}"
         try:
-            method = getattr(callback, hook)
-            returned = await called(name, method, *arguments, context=self._context)
+            returned = await apart(name, getattr(callback, hook), *arguments, abandon=True)
             return _copied(returned) if hook == "state_dict" else returned
         except Exception as error:
             if not isinstance(callback, Nested):
@@ -251,9 +247,3 @@ def _copied(state: Any) -> dict[str, Any]:  # any: of user code
         raise TypeError(f"got {shown(state)}, expected a dict of JSON values")
     copy: dict[str, Any] = json.loads(json.dumps(state, default=default))
     return copy
-
-
-def _own_copy(argument: object) -> object:
-    if isinstance(argument, Mapping):
-        return {key: float(value) for key, value in argument.items()}
-    return argument

@@ -23,7 +23,7 @@ from typing import Any, TypeGuard, TypeVar
 from pydantic_core import to_json
 
 from retrain.errors import RunError
-from retrain.jsonable import plain_with
+from retrain.supervision.jsonable import plain_with
 
 Row = Mapping[str, Any]  # a JSON object of a journal
 T = TypeVar("T")

@@ -45,17 +45,11 @@ def in_words(peak: Mapping[str, int]) -> str:
 
 def _peaks_of_children(process: int) -> Iterator[int]:
     """Of all descendants; none without Linux's /proc."""
-    threads: list[str] = []
-    with suppress(OSError):  # the process has ended
-        threads = os.listdir(f"/proc/{process}/task")
-    for thread in threads:
-        children: list[str] = []
+    for file in Path(f"/proc/{process}/task").glob("*/children"):
         with suppress(OSError):  # the thread has ended; the others still have children
-            file = Path(f"/proc/{process}/task/{thread}/children")
-            children = file.read_text(encoding="ascii").split()
-        for child in map(int, children):
-            yield _peak(child)
-            yield from _peaks_of_children(child)
+            for child in map(int, file.read_text(encoding="ascii").split()):
+                yield _peak(child)
+                yield from _peaks_of_children(child)
 
 
 def _peak(process: int) -> int:

@@ -109,7 +109,7 @@ def _line(trajectory: Trajectory, tokens: bool = False) -> dict[str, Any]:
 
 def _sequences(trajectory: Trajectory) -> list[dict[str, Any]]:
     """The training sequences of a rollout; a failed rollout has those of its finished turns."""
-    from retrain.batching import segments
+    from retrain.algorithms.batching import segments
 
     streams = ("token_ids", "loss_mask", "logprobs", "versions")
     samples = segments(trajectory, 0.0, trajectory.prompt.id)

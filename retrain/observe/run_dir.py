@@ -31,20 +31,20 @@ from typing import Any, Self
 
 import yaml
 
-from retrain.concurrency.locks import FolderLock, InUseError, holder
 from retrain.config import RunConfig
 from retrain.config.hints import is_hidden
 from retrain.config.reading import BASE_DIR_NOTE
 from retrain.config.variables import escaped
-from retrain.disk import sync
 from retrain.errors import ConfigError, RunError
-from retrain.jsonable import plain
 from retrain.observe import upkeep
 from retrain.observe.causes import Causes
 from retrain.observe.failure import ERROR
 from retrain.observe.journal import Journal, encode, read_lines, repair
 from retrain.observe.rollout_lines import with_fate
 from retrain.observe.voided import cut
+from retrain.supervision.disk import sync
+from retrain.supervision.jsonable import plain
+from retrain.supervision.locks import FolderLock, InUseError, holder
 from retrain.types import Group
 
 EVENTS, METRICS, ROLLOUTS, CONFIG = "events.jsonl", "metrics.jsonl", "rollouts.jsonl", "config.yaml"

@@ -12,8 +12,8 @@ import shutil
 from itertools import count
 from pathlib import Path
 
-from retrain.disk import sync
 from retrain.errors import RunError
+from retrain.supervision.disk import sync
 
 VOIDED = "voided"
 CHUNK = 1 << 20

@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from retrain.assembly.defaults import with_defaults
-from retrain.concurrency.threads import DaemonPool
 from retrain.config import RunConfig
-from retrain.disk import sync
 from retrain.errors import CheckpointError, first_of, shown
-from retrain.jsonable import plain
+from retrain.supervision.disk import sync
+from retrain.supervision.jsonable import plain
+from retrain.supervision.threads import DaemonPool
 from retrain.types import Completion, Group, Prompt, Ticket, Trajectory, Turn
 
 MANIFEST = "manifest.json"

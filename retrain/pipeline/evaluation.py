@@ -13,14 +13,14 @@ import asyncio
 import math
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any, Protocol
 
 from retrain.adapters.base import Adapter
+from retrain.algorithms.batching import segments
 from retrain.assembly import Parts
-from retrain.batching import segments
-from retrain.concurrency.deadlines import apart, runs_in
 from retrain.config import EvalConfig, RunConfig
 from retrain.losses import FLOATS
 from retrain.pipeline.checkpoint import Checkpoints
@@ -29,6 +29,7 @@ from retrain.pipeline.recorder import Recorder
 from retrain.prompts import MIXTURE, PromptSource
 from retrain.rollout import Playback, Slot
 from retrain.sampler import Sampler
+from retrain.supervision.boundary import apart
 from retrain.types import Group, Metrics, Sample, Ticket
 
 Score = Callable[..., Awaitable[list[list[float]]]]
@@ -37,6 +38,8 @@ AT_ONCE = 64
 """Held-out rows that are scored in one call."""
 EPOCH = -1
 """The epoch of evaluation tickets; training epochs start at 0."""
+_within: ContextVar[asyncio.Task[None] | None] = ContextVar("_within", default=None)
+"""The evaluation that the caller runs in: it doesn't wait for itself."""
 
 
 class Served(Protocol):
@@ -83,7 +86,7 @@ class Evaluation:
 
     async def previous(self) -> None:
         """Wait for the previous evaluation to end."""
-        if self._task is not None and not runs_in(self._task):
+        if self._task is not None and _within.get() is not self._task:
             await asyncio.wait([self._task])
 
     def start(self, step: int, beside: asyncio.TaskGroup) -> None:
@@ -107,7 +110,7 @@ class Evaluation:
 
     def cancel(self) -> None:
         """Cancel the current evaluation, unless it is the caller."""
-        if self._task is not None and not runs_in(self._task):
+        if self._task is not None and _within.get() is not self._task:
             self._task.cancel()
 
     def take_row(self) -> Metrics:
@@ -135,7 +138,8 @@ class Evaluation:
 
     async def _guarded(self, step: int, version: int, sampler: Sampler) -> None:
         try:
-            await apart(self._evaluate(step, version, sampler), "evaluate")
+            _within.set(self._task)
+            await apart("evaluate", self._evaluate, step, version, sampler)
         except Exception as error:  # noqa: BLE001 - the run fails with it, after the step
             self.fail(error)
 
@@ -180,7 +184,7 @@ class Evaluation:
 
         async with asyncio.TaskGroup() as workers:
             for index in range(min(self.config.train.groups_per_step, len(prompts))):
-                workers.create_task(apart(worker(), "evaluate"), name=f"evaluate#{index}")
+                workers.create_task(apart("evaluate", worker), name=f"evaluate#{index}")
         return sorted(groups, key=lambda group: group.ticket.row)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from retrain.concurrency.threads import in_thread
+from retrain.supervision.threads import in_thread
 from retrain.types import Ticket
 
 AT_ONCE = 10_000

@@ -14,8 +14,8 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from statistics import fmean
 
+from retrain.algorithms.batching import branches
 from retrain.algorithms.functional import std
-from retrain.batching import branches
 from retrain.pipeline.signal import without_signal
 from retrain.prompts import MIXTURE
 from retrain.types import Group, Metrics, Trajectory

@@ -21,10 +21,10 @@ from retrain.errors import ConfigError, RunError, StallError
 from retrain.observe.card import model_card
 from retrain.observe.failure import ERROR, described, write_error
 from retrain.observe.peak import peak_memory
-from retrain.observe.report import write_report
 from retrain.observe.rollout_lines import encoded, names_of
 from retrain.observe.run_dir import RunDirectory, read_evaluations, read_metrics
 from retrain.pipeline.meter import Meter
+from retrain.report.page import write_report
 from retrain.types import Batch, Group, Metrics, Ticket
 
 LONELY = (

@@ -1,4 +1,4 @@
-"""Checkpoint a run, and restore it.
+"""Find the run directory of a run, checkpoint the run, and restore it.
 
 A checkpoint holds the run as it is at its `snapshot` event. What happens while the adapter saves
 the weights belongs to the next checkpoint.
@@ -8,20 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from retrain.adapters.base import AdapterState
-from retrain.errors import AdapterError, CheckpointError, DeadlineError, first_of
-from retrain.jsonable import plain
-from retrain.observe.run_dir import read_events, surviving
+from retrain.config import RunConfig
+from retrain.errors import AdapterError, CheckpointError, ConfigError, DeadlineError, first_of
+from retrain.observe.naming import last_folder, unclaim, unused_folder, wanted_folder
+from retrain.observe.run_dir import check_usable, read_events, surviving
 from retrain.pipeline.checkpoint import (
     DATA,
     SCORING,
     Checkpoint,
+    Checkpoints,
     changed_keys,
     changed_run,
     changes,
@@ -31,8 +34,44 @@ from retrain.pipeline.checkpoint import (
     verified,
 )
 from retrain.pipeline.run import Run
+from retrain.supervision.jsonable import plain
 
 logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def in_run_dir(config: RunConfig, *, resume: bool) -> Iterator[RunConfig]:
+    """`config` with its run directory: the given one, or else runs/NAME, runs/NAME-2, ...
+
+    A new run creates the next one, and removes it if it fails before it writes; `resume` takes the
+    last one. Raises ConfigError if a given one has a run or is in use, or if there is no run to
+    resume, or it had another model, algorithm or data.
+    """
+    claims = config.run_dir is None and not resume
+    config = with_run_dir(config, resume=resume)
+    with ExitStack() as failed:
+        if claims and config.run_dir is not None:
+            failed.callback(unclaim, config.run_dir)
+        yield config
+        failed.pop_all()
+
+
+def with_run_dir(config: RunConfig, *, resume: bool) -> RunConfig:
+    """Like `in_run_dir`, without removing what was claimed."""
+    if config.run_dir is None:
+        folder = last_folder(config) if resume else unused_folder(config)
+        if folder is None:
+            raise ConfigError(
+                f"no run to resume in {wanted_folder(config)}: drop --resume, or pass --run-dir"
+            )
+        config = config.model_copy(update={"run_dir": folder})
+    assert config.run_dir is not None
+    check_usable(config.run_dir, resume=resume)
+    if resume:
+        saved = Checkpoints(config.run_dir / "checkpoints").last_config()
+        if saved is not None and (problem := changed_run(saved, config)):
+            raise ConfigError(problem)
+    return config
 
 
 async def checkpoint(run: Run) -> None:

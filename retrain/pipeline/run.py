@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, TypeVar
 
 from retrain.adapters.base import Adapter
 from retrain.assembly import Parts
-from retrain.concurrency.deadlines import adapter_call
-from retrain.concurrency.watch import Watch
 from retrain.config import RunConfig
 from retrain.errors import DeadlineError, StallError
 from retrain.observe.callbacks import Callbacks, Status, TrainingResult
@@ -27,10 +25,12 @@ from retrain.pipeline.intake import Desk
 from retrain.pipeline.recorder import Recorder
 from retrain.pipeline.signal import MismatchWatch, Signal
 from retrain.rollout import Playback, Slot
+from retrain.supervision.boundary import adapter_call
+from retrain.supervision.watch import Watch
 from retrain.types import Group, Metrics
 
 if TYPE_CHECKING:
-    from retrain.endpoint.server import EndpointServer
+    from retrain.agents.server import EndpointServer
     from retrain.pipeline.evaluation import Evaluation
     from retrain.pipeline.verify import PublishCheck
 

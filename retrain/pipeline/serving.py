@@ -86,7 +86,7 @@ def _play(run: Run, chat: Chat) -> None:
     """Let the run and its evaluations play rollouts."""
     config, parts, adapter = run.config, run.parts, run.backend.adapter
     if parts.runs_agent:
-        from retrain.endpoint.server import EndpointServer
+        from retrain.agents.server import EndpointServer
 
         run.door = EndpointServer(config.endpoint, adapter.tokenizer.decode)
     rollouts = Rollouts(

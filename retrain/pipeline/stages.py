@@ -19,17 +19,15 @@ import gc
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from retrain.adapters.base import Adapter
+from retrain.algorithms.batching import batch_of, fitting, kl_penalised, make_samples
 from retrain.assembly import Parts, assemble
-from retrain.batching import batch_of, fitting, kl_penalised, make_samples
-from retrain.concurrency.deadlines import apart, called, cancelled, contained
-from retrain.concurrency.watch import ADVICE, Watch
-from retrain.config import RunConfig
+from retrain.config import RunConfig, load_config, parse_config
 from retrain.errors import (
     DeadlineError,
     NonFiniteError,
@@ -45,11 +43,13 @@ from retrain.observe.failure import ERROR, single
 from retrain.observe.naming import wanted_folder
 from retrain.observe.run_dir import RunDirectory
 from retrain.pipeline.failing import rescue, stops_the_learner, with_failures
-from retrain.pipeline.resume import begin_from, checkpoint, restore
+from retrain.pipeline.resume import begin_from, checkpoint, in_run_dir, restore
 from retrain.pipeline.run import Backend, Run
 from retrain.pipeline.serving import serving
-from retrain.rewarding import fail
 from retrain.rollout import Playback, Slot
+from retrain.scoring import fail
+from retrain.supervision.boundary import apart
+from retrain.supervision.watch import ADVICE, Watch
 from retrain.types import Batch, Group, Metrics, Prompt, Trajectory
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ SKIPPED = {"loss": 0.0, "grad_norm": 0.0, "learning_rate": 0.0, "tokens/trained"
 
 
 async def train(
-    config: RunConfig,
+    config: RunConfig | Mapping[str, Any] | str | Path,
     *,
     callbacks: Sequence[Callback] = (),
     resume: bool = False,
@@ -71,22 +71,28 @@ async def train(
     parts: Parts | None = None,
     console: bool = True,
 ) -> TrainingResult:
-    """Train as `config` says; with `resume`, continue from the run directory's newest checkpoint.
+    """Train from a config, a mapping or a YAML file; `resume` continues from the newest checkpoint.
 
+    The run directory is `run_dir`, or else runs/NAME, runs/NAME-2, ...; `resume` takes the last.
     `start_from` begins a new run with the weights, optimizer and step count of a checkpoint of the
     same model. `parts` replaces what the config's plug-ins would make. `console` prints the
     progress. Raises ConfigError before any model loads, RunError when the run can't continue,
     CancelledError after a checkpoint. Of several errors the first is raised, with the others as
     its notes.
     """
+    if isinstance(config, str | Path):
+        config = load_config(config)
+    elif not isinstance(config, RunConfig):
+        config = parse_config(config)
     try:
-        parts = parts or assemble(config)
-        hooks = [*callbacks, *parts.loggers]
-        if console:
-            shown = Console()
-            shown.opening([*parts.notices(), parts.loading()])
-            hooks.append(shown)
-        return await _train(config, parts, Callbacks(hooks), resume, start_from)
+        with in_run_dir(config, resume=resume) as config:
+            parts = parts or assemble(config)
+            hooks = [*callbacks, *parts.loggers]
+            if console:
+                shown = Console()
+                shown.opening([*parts.notices(), parts.loading()])
+                hooks.append(shown)
+            return await _train(config, parts, Callbacks(hooks), resume, start_from)
     except BaseExceptionGroup as group:
         error = single(group)
         raise error from error.__cause__
@@ -168,9 +174,9 @@ async def _open_and_drive(
         try:
             await open_parts.enter_async_context(serving(run, adapter))
             if resume:
-                await apart(contained(restore(run)), "restore")
+                await apart("restore", restore, run)
             elif start_from is not None:
-                await apart(contained(begin_from(run, start_from)), "begin")
+                await apart("begin", begin_from, run, start_from)
             with rare_collections(run.desk.in_flight):
                 return await drive(run)
         except (Exception, asyncio.CancelledError) as error:
@@ -217,7 +223,7 @@ async def drive(run: Run) -> Status:
     run.record.meter.begin()
     async with with_failures(run), asyncio.TaskGroup() as stages:
         try:
-            learner = stages.create_task(contained(learn(run)), name="learn")
+            learner = stages.create_task(apart("learn", learn, run), name="learn")
             producers = [stages.create_task(feed(run), name="feed")]
             producers += [
                 stages.create_task(collect(run), name=f"collect#{index}")
@@ -238,7 +244,7 @@ async def drive(run: Run) -> Status:
 @stops_the_learner
 async def feed(run: Run) -> None:
     """Issue prompts, as many as staleness admits; pass on groups that a resume kept."""
-    await apart(contained(_feed(run)), "feed")
+    await apart("feed", _feed, run)
 
 
 async def _feed(run: Run) -> None:
@@ -266,7 +272,7 @@ async def collect(run: Run) -> None:
     while True:
         current: list[Prompt] = []
         try:
-            await apart(_play(run, run.slot(size), current), "slot")
+            await apart("slot", _play, run, run.slot(size), current)
         except UserCodeError as error:
             run.record.fault(str(error))
             for prompt in current:
@@ -281,8 +287,6 @@ async def _play(run: Run, slot: Slot | Playback, current: list[Prompt]) -> None:
             current[:] = [prompt]
             started = time.time()
             group = await slot.play(prompt)
-            if cancelled():  # and user code swallowed the CancelledError
-                break
             _hand_on(run, group, started)
             current.clear()
     finally:
@@ -390,9 +394,9 @@ async def review(parts: Parts, groups: Sequence[Group], fault: Callable[[str], N
     """What a trainer notes of the groups, whose rewards it may change, and what rewards report."""
     noted: Metrics = {}
     if parts.learner is not None:
-        noted |= await apart(contained(parts.learner.review(groups)), "review")
+        noted |= await apart("review", parts.learner.review, groups)
     try:
-        noted |= await called("metrics", parts.scorer.metrics, fault)
+        noted |= await apart("metrics", parts.scorer.metrics, fault)
     except UserCodeError as error:
         fault(f"rewards: {error}")
     return noted
@@ -404,7 +408,7 @@ async def credit(parts: Parts, backend: Backend, scored: Sequence[Group]) -> tup
     Raises NoSignalError when no token was sampled, RunError for a wrong number of advantages.
     """
     alike = [part for group in scored for part in group.by_seat]
-    returned = await called("advantages", parts.algorithm.advantages, alike)
+    returned = await apart("advantages", parts.algorithm.advantages, alike)
     credits = fitting(alike, returned, f"the algorithm {type(parts.algorithm).__name__}")
     samples = make_samples(alike, credits, paired=row_of(parts.loss).reads == "pairs")
     if not samples:
@@ -461,14 +465,21 @@ async def _until_learned(run: Run, learner: asyncio.Task[None]) -> bool:
     """Wait for the learner; return whether a cancellation stopped it. A second one is raised."""
     try:
         await asyncio.wait([learner])
-    except asyncio.CancelledError:
-        if learner.done() or learner.cancelling() or run.stalled:
-            raise  # a stage failed or the run stalled: the task group is ending
+    except asyncio.CancelledError as error:
+        if run.stalled:
+            raise
+        if learner.cancelling():  # by user code that cancels all tasks
+            raise RunError(f"user code cancelled the run after step {run.step}") from None
+        if learner.done():
+            raise  # a stage failed: the task group is ending
         run.request_stop()
         if run.evaluation is not None:
             run.evaluation.cancel()
+        ended = bool(error.args) and isinstance(error.args[0], UserCodeError)
+        if ended:  # by user code in a task of its own
+            run.fail(error.args[0])
         await asyncio.wait([learner])
-        return True
+        return not ended
     return False
 
 

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from retrain.concurrency.deadlines import is_theirs
 from retrain.environment import Environment
 from retrain.errors import PromptError, blame
 from retrain.types import Message, Prompt, Row, Ticket
@@ -119,9 +118,7 @@ class PromptSource(ABC):
         """What `row` returns, as a Row. Raises PromptError for anything else."""
         try:
             row = self.row(index)
-        except BaseException as error:
-            if not is_theirs(error):
-                raise
+        except (Exception, SystemExit) as error:
             raise PromptError(str(blame(self.place(index), error))) from error
         try:
             return as_row(row, opened=self.opened)

@@ -104,14 +104,16 @@ def _holds(value: Any, wanted: Any) -> bool:
             f"filter: got {shown(dict(wanted))}, expected a value, a list of values, or a mapping "
             "of min, max and not"
         )
-    low, high, other = wanted.get("min"), wanted.get("max"), wanted.get("not")
-    if low is None and high is None:
-        return not _holds(value, other)
-    number = _number(value)
-    if number is None:
+    limits = {key: wanted[key] for key in ("min", "max") if wanted.get(key) is not None}
+    if limits and not _within(value, limits):
         return False
-    fits = (low is None or number >= low) and (high is None or number <= high)
-    return fits and ("not" not in wanted or not _holds(value, other))
+    return ("not" not in wanted and bool(limits)) or not _holds(value, wanted.get("not"))
+
+
+def _within(value: Any, limits: Mapping[str, Any]) -> bool:
+    """Whether a column is a number from `min` to `max`, of which one may be missing."""
+    number = _number(value)
+    return number is not None and limits.get("min", number) <= number <= limits.get("max", number)
 
 
 def _same(value: Any, wanted: Any) -> bool:
@@ -143,12 +145,17 @@ def _made(columns: Mapping[str, Any], name: str, what: Any) -> Any:
             f"map.{name}: got {shown(what)}, expected a column, a template such as "
             '"Question: {question}", or {after: "####"}'
         )
-    text = _column(columns, what.get("column", name))
+    column = what.get("column", name)
+    return _after(_column(columns, column), what["after"], column, name)
+
+
+def _after(text: Any, mark: str, column: str, name: str) -> str:
+    """The text of `column` after the last `mark`, for the new column `name`."""
     if not isinstance(text, str):
-        raise ValueError(f"column `{what.get('column', name)}` is {shown(text)}, expected a string")
-    _, mark, tail = text.rpartition(what["after"])
-    if not mark:
-        raise ValueError(f"{what['after']!r} is not in {shown(text)} (map.{name})")
+        raise ValueError(f"column `{column}` is {shown(text)}, expected a string")
+    _, found, tail = text.rpartition(mark)
+    if not found:
+        raise ValueError(f"{mark!r} is not in {shown(text)} (map.{name})")
     return tail.strip()
 
 

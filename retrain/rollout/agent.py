@@ -5,18 +5,19 @@ The calls are recorded (`calls.py`); an agent may have several seats, some of th
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from retrain.agents.calls import NOTHING, CallError, Calls, Reply, Sample, fitted
 from retrain.chat import Chat
 from retrain.environment import StepResult, ToolSpec
 from retrain.errors import UserCodeError
 from retrain.rollout.answers import result_of
-from retrain.rollout.calls import NOTHING, CallError, Calls, Reply, Sample, fitted
 from retrain.rollout.endings import as_result
 from retrain.rollout.episode import Episode, Shared
 from retrain.rollout.instance import Instance
@@ -52,7 +53,7 @@ class AgentRun(Episode):
         error: UserCodeError | None = None
         async with shared.door.open(calls, environment.seats) as endpoint:
             try:
-                answer = await self.call("run", lambda: environment.run(endpoint), "agent")
+                answer = await self._played(lambda: environment.run(endpoint))
                 result = result_of(self.name("run"), answer)
             except UserCodeError as raised:
                 error = raised
@@ -62,6 +63,20 @@ class AgentRun(Episode):
         except UserCodeError as raised:
             error = error or raised
         self._end(calls, error)
+
+    async def _played(self, run: Callable[[], Awaitable[StepResult]]) -> StepResult:
+        """What the agent returns; raises UserCodeError, and what the sampler raises meanwhile."""
+        self.broken = asyncio.get_running_loop().create_future()
+        playing = asyncio.create_task(self.call("run", run, "agent"))
+        try:
+            first: list[asyncio.Future[Any]] = [playing, self.broken]
+            await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+            if self.broken.done():
+                raise self.broken.result()
+            return await playing
+        finally:
+            playing.cancel()
+            await asyncio.wait([playing])
 
     def trajectories(self) -> list[Trajectory]:
         return self.seats.dealt(self.trajectory)
@@ -105,7 +120,8 @@ class AgentRun(Episode):
         try:
             return await self.sampled(prompt_ids, params, n)
         except Exception as error:
-            self.broken(error)
+            if not self.broken.done():
+                self.broken.set_result(error)
             raise
 
 

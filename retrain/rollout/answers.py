@@ -10,10 +10,10 @@ from typing import Any
 
 from retrain.chat.messages import checked_messages
 from retrain.chat.tools import check_tools
-from retrain.concurrency.deadlines import is_theirs
 from retrain.environment import Environment, StepResult, ToolSpec
-from retrain.errors import UserCodeError, blame, shown, text_of
-from retrain.rewarding import as_number
+from retrain.errors import UserCodeError, shown, text_of
+from retrain.scoring import as_number
+from retrain.supervision.boundary import boundary
 from retrain.types import Message, Prompt
 
 
@@ -23,10 +23,8 @@ class UnusableError(UserCodeError):
 
 def prepare(owner: str, environment: Environment, prompt: Prompt) -> None:
     """Set `environment.prompt`; raises UserCodeError that names `reset` of `owner`."""
-    try:
+    with boundary(f"{owner}.reset"):
         environment.prompt = prompt
-    except BaseException as error:
-        raise theirs(f"{owner}.reset", error) from error
 
 
 def opening_of(owner: str, answer: Any) -> list[Message]:
@@ -36,10 +34,8 @@ def opening_of(owner: str, answer: Any) -> list[Message]:
 
 def tools_of(owner: str, environment: Environment) -> tuple[ToolSpec, ...]:
     """The tools of an environment; raises UserCodeError that names `owner`."""
-    try:
+    with boundary(owner):
         tools = environment.tools
-    except BaseException as error:
-        raise theirs(owner, error) from error
     if tools is Environment.tools:
         return ()
     if not isinstance(tools, list | tuple):
@@ -53,10 +49,8 @@ def tools_of(owner: str, environment: Environment) -> tuple[ToolSpec, ...]:
 
 def result_of(owner: str, answer: Any) -> StepResult:
     """The StepResult that `step` returned; raises UserCodeError that names `owner`."""
-    try:
+    with boundary(owner):
         result = _result(owner, answer)
-    except BaseException as error:
-        raise theirs(owner, error) from error
     if (result.terminated or result.truncated) and not result.observation:
         return result
     return result._replace(observation=_messages(owner, result.observation, "observation"))
@@ -88,13 +82,12 @@ def _result(owner: str, answer: Any) -> StepResult:
 
 def _messages(owner: str, answer: Any, what: str) -> list[Message]:
     """A copy of the messages, of JSON values only."""
-    try:
-        messages = checked_messages(answer, what)
-        return [_json(message, f"{what}[{index}]") for index, message in enumerate(messages)]
-    except BaseException as error:
-        if not is_theirs(error):
-            raise
-        raise UnusableError(f"{owner}: {text_of(error)}") from error
+    with boundary(owner):
+        try:
+            messages = checked_messages(answer, what)
+            return [_json(message, f"{what}[{index}]") for index, message in enumerate(messages)]
+        except Exception as error:
+            raise UnusableError(f"{owner}: {text_of(error)}") from error
 
 
 def _json(message: Message, what: str) -> Message:
@@ -107,10 +100,3 @@ def _json(message: Message, what: str) -> Message:
             f"{what}: got {shown(message)}, expected JSON values only ({text_of(error)})"
         ) from error
     return copy
-
-
-def theirs(owner: str, error: BaseException) -> BaseException:
-    """What to raise for an error of user code: a UserCodeError, unless it is none of theirs."""
-    if isinstance(error, UserCodeError) or not is_theirs(error):
-        return error
-    return blame(owner, error)

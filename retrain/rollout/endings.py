@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from retrain.concurrency.crashes import ProgramError, kinds_of
-from retrain.concurrency.outages import NAMES, chain, is_outage
 from retrain.errors import LateError, UserCodeError, text_of
+from retrain.supervision.crashes import ProgramError, kinds_of
+from retrain.supervision.outages import NAMES, chain, is_outage
 from retrain.types import Turn
 
 REJECTED = frozenset(

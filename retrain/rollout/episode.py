@@ -7,6 +7,7 @@ chooses. Seeds depend on the ticket, the rollout and the turn, never on timing.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -15,25 +16,25 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar
 
 from retrain.chat import Chat, Conversation
-from retrain.concurrency.deadlines import adapter_call, user_call
 from retrain.config import RunConfig
 from retrain.environment import Endpoint, ToolSpec
 from retrain.errors import AdapterError, ConfigError, UserCodeError, text_of
-from retrain.rewarding import fail
 from retrain.rollout.answers import UnusableError, opening_of, tools_of
 from retrain.rollout.instance import Instance
 from retrain.sampler import Sampler, SamplingParams
+from retrain.scoring import fail
+from retrain.supervision.boundary import adapter_call
 from retrain.types import Completion, Message, Outcome, Prompt, Trajectory
 
 if TYPE_CHECKING:
-    from retrain.rollout.calls import Calls
+    from retrain.agents.calls import Calls
     from retrain.rollout.opponents import Opponent
 
 T = TypeVar("T")
 
 
 class Door(Protocol):
-    """Gives the agent of a rollout an endpoint: `retrain.endpoint.EndpointServer`."""
+    """Gives the agent of a rollout an endpoint: `retrain.agents.EndpointServer`."""
 
     def open(self, calls: Calls, seats: Sequence[str]) -> AbstractAsyncContextManager[Endpoint]: ...
 
@@ -79,8 +80,8 @@ class Episode:
     """Whether `play` calls the environment, and may change the conversation."""
     opens = True
     """Whether the model speaks first."""
-    broken: Callable[[BaseException], None]
-    """Ends the group with an error of the sampler, while an agent still runs."""
+    broken: asyncio.Future[Exception]
+    """The error of the sampler, while an agent still runs: it ends the group."""
     conversation: Conversation
     """Of who speaks."""
     first: Completion
@@ -198,15 +199,11 @@ class Episode:
 
     async def call(self, stage: str, call: Callable[[], Awaitable[T]], key: str = "") -> T:
         """Await user code within its deadline; raises UserCodeError."""
-        key, started = key or stage, time.perf_counter()
-        limit: float = getattr(self.shared.deadlines, key)
+        started = time.perf_counter()
         try:
-            answer = await user_call(self.name(stage), call, limit, key, self.instance.abandon)
-        except UserCodeError:
+            return await self.instance.call(stage, call, key)
+        finally:
             self.took("environment", started)
-            raise
-        self.took("environment", started)
-        return answer
 
     def took(self, stage: str, started: float) -> None:
         """Add to the seconds of a stage."""
@@ -217,7 +214,6 @@ class Episode:
 
     def fail(self, error: UserCodeError) -> None:
         """Set the outcome of this rollout, once."""
-        self.instance.failed = True
         if self.alive and isinstance(error, UnusableError):
             self.set_outcome("invalid", str(error))
         elif self.alive:

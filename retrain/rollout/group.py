@@ -8,17 +8,19 @@ run. How a rollout goes on after its opening is up to its kind of episode.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from copy import copy
-from functools import partial
+from typing import Any
 
 from retrain.environment import Environment
 from retrain.errors import UserCodeError, shown
-from retrain.rollout.answers import prepare, theirs
+from retrain.rollout.answers import prepare
 from retrain.rollout.episode import Episode, Shared
-from retrain.rollout.instance import Instance, Job
+from retrain.rollout.instance import Instance
 from retrain.rollout.opponents import Opponent
 from retrain.sampler import Sampler
+from retrain.scoring.calls import together
+from retrain.supervision.boundary import boundary
 from retrain.types import Group, Prompt
 
 
@@ -115,7 +117,7 @@ def kind_of(instance: Instance, seats: Sequence[str]) -> type[Episode]:
 
 def seats_of(owner: str, environment: Environment) -> tuple[str, ...]:
     """The names of an environment's seats; raises UserCodeError that names `owner`."""
-    try:
+    with boundary(owner):
         seats = environment.seats
         if seats is Environment.seats:
             return ()
@@ -123,25 +125,6 @@ def seats_of(owner: str, environment: Environment) -> tuple[str, ...]:
         if not listed or len(set(seats)) < len(seats):
             raise UserCodeError(f"{owner}: got the seats {shown(seats)}, expected different names")
         return tuple(seats)
-    except BaseException as error:
-        raise theirs(owner, error) from error
-
-
-class _Countdown:
-    """A future that is done when `count` jobs are, or with the first error of one."""
-
-    def __init__(self, count: int) -> None:
-        self.future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._left = count
-
-    def done(self, error: BaseException | None) -> None:
-        self._left -= 1
-        if self.future.done():
-            return
-        if error is not None:
-            self.future.set_exception(error)
-        elif not self._left:
-            self.future.set_result(None)
 
 
 async def _reset(episodes: Sequence[Episode]) -> None:
@@ -149,7 +132,7 @@ async def _reset(episodes: Sequence[Episode]) -> None:
     for episode in episodes:
         if "reset" not in episode.instance.overridden:
             episode.show()
-    await _in_their_tasks(own, lambda episode: episode.reset())
+    await _at_once([episode.reset() for episode in own])
 
 
 async def _play(episodes: Sequence[Episode]) -> None:
@@ -157,18 +140,12 @@ async def _play(episodes: Sequence[Episode]) -> None:
         if not episode.own_play:
             await episode.play()
     own = [episode for episode in episodes if episode.own_play]
-    await _in_their_tasks(own, lambda episode: episode.play())
+    await _at_once([episode.play() for episode in own])
 
 
-async def _in_their_tasks(
-    episodes: Sequence[Episode], call: Callable[[Episode], Awaitable[None]]
-) -> None:
-    """Do `call` in the tasks of the instances; raises the first error of the sampler."""
-    if not episodes:
-        return
-    countdown = _Countdown(len(episodes))
-    for episode in episodes:
-        episode.broken = countdown.done
-        job = Job(partial(call, episode), episode.fail, countdown.done)
-        episode.instance.do(job)
-    await countdown.future
+async def _at_once(calls: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """Play episodes at once; raises the first error of the sampler: those of others are alike."""
+    try:
+        await together(calls)
+    except ExceptionGroup as group:
+        raise group.exceptions[0] from None

@@ -17,13 +17,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from retrain.concurrency.threads import in_thread
 from retrain.config import Plugin
 from retrain.config.binding import bind
 from retrain.config.plugins import construct, find_function
 from retrain.errors import ConfigError, PluginError, shown
-from retrain.transport.chat import ChatClient
+from retrain.supervision.threads import in_thread
 from retrain.types import Message
+from retrain.wire.chat import ChatClient
 
 
 class Opponent(ABC):

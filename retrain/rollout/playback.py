@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from retrain.batching import segments
+from retrain.algorithms.batching import segments
 from retrain.chat import Chat, Conversation
 from retrain.chat.tools import tools_of
 from retrain.errors import UserCodeError

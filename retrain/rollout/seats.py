@@ -14,15 +14,14 @@ from functools import partial
 from typing import Any
 
 from retrain.chat import Conversation
-from retrain.concurrency.deadlines import user_call
 from retrain.environment import Action, StepResult
 from retrain.errors import UserCodeError, shown
-from retrain.rewarding import as_number
-from retrain.rollout.answers import theirs
 from retrain.rollout.episode import Episode, Shared
 from retrain.rollout.instance import Instance
 from retrain.rollout.opponents import Opponent
 from retrain.rollout.steps import Steps
+from retrain.scoring import as_number
+from retrain.supervision.boundary import boundary, outcomes
 from retrain.types import Completion, Message, Prompt, Trajectory
 
 Tools = Sequence[Mapping[str, Any]]
@@ -72,10 +71,8 @@ class Seats:
         """
         if not self.names:
             return info
-        try:
+        with boundary(owner):
             return self._noted(owner, info)
-        except BaseException as error:
-            raise theirs(owner, error) from error
 
     def _noted(self, owner: str, info: dict[str, Any]) -> dict[str, Any]:
         self.speaker = info.pop("seat", self.speaker)
@@ -208,8 +205,8 @@ async def opposed(
     opponent, seed = seats.opponents[seat], episode.seed(f"{seat}/{key}")
     name, limit = f"opponents.{seat} ({opponent.name})", episode.shared.deadlines.step
     started = time.perf_counter()
-    try:
-        answer = partial(opponent.reply, messages, seed)
-        return await user_call(name, answer, limit, "step", episode.instance.abandon)
-    finally:
-        episode.took("environment", started)
+    [answer] = await outcomes(name, partial(opponent.reply, messages), [seed], limit, "step")
+    episode.took("environment", started)
+    if isinstance(answer, UserCodeError):
+        raise answer
+    return answer

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 from retrain.environment import Environment
 from retrain.errors import ConfigError
-from retrain.jsonable import plain
-from retrain.rewarding import Scorer
 from retrain.rollout.group import Rollouts
 from retrain.rollout.instance import Instance, closed
+from retrain.scoring import Scorer
+from retrain.scoring.calls import together
+from retrain.supervision.jsonable import plain
 from retrain.types import Group, Prompt
 
 RETIRING = ("infra_error", "timeout")
@@ -65,7 +66,7 @@ class Slot:
         present = [instance for instance in self._instances if instance is not None]
         leaving = [*present, *self._leaving]
         self._instances, self._leaving = [None] * len(self._instances), []
-        await closed(leaving, self._rollouts.deadlines.close)
+        await closed(leaving)
 
     async def _filled(self) -> list[Instance]:
         """The instances: the missing ones are made once those that they replace are closed."""
@@ -75,11 +76,13 @@ class Slot:
         present = [instance for instance in self._instances if instance is not None]
         if len(present) == len(self._instances):  # each is ready
             return present
-        await _all([instance.ended for instance in self._leaving])
-        self._leaving.clear()
+        if self._leaving:
+            await asyncio.wait([instance.retire() for instance in self._leaving])
+            self._leaving.clear()
+        missing = [index for index, kept in enumerate(self._instances) if kept is None]
         filled = [self._make() if kept is None else kept for kept in self._instances]
         self._instances[:] = filled
-        await _all([instance.ready for instance in filled])
+        await together([filled[index].open() for index in missing])
         for instance in filled:
             if instance.error is not None and isinstance(instance.error.__cause__, ConfigError):
                 raise instance.error.__cause__
@@ -91,9 +94,3 @@ class Slot:
         if instance is not None:
             instance.retire()
             self._leaving.append(instance)
-
-
-async def _all(futures: Sequence[asyncio.Future[None]]) -> None:
-    """Wait for all; a cancellation doesn't cancel them."""
-    if waiting := [future for future in futures if not future.done()]:
-        await asyncio.wait(waiting)

@@ -23,8 +23,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from retrain.concurrency.children import Child
 from retrain.sandbox.base import Sandbox, SandboxError, SandboxLimits, SandboxResult
+from retrain.supervision.children import Child
 
 ROOT = Path(__file__).resolve().parent
 START = """

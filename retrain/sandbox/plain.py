@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 
-from retrain.concurrency.programs import MARK, run_program
-from retrain.concurrency.threads import in_thread
 from retrain.sandbox.base import Sandbox, SandboxLimits, SandboxResult
 from retrain.sandbox.local import python_of
+from retrain.supervision.programs import MARK, run_program
+from retrain.supervision.threads import in_thread
 
 LIMITED = """
 for limit in "-t $1" "-v $2" "-f $3" "-n 256" "-c 0"; do ulimit $limit 2>/dev/null || :; done

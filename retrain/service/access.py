@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from retrain.service.errors import ServiceError
 from retrain.service.protocol import answer_error
 from retrain.service.state import ServiceSettings
-from retrain.transport.web import foreign
+from retrain.wire.web import foreign
 
 HEALTH = "/api/v1/healthz"
 """The only path that needs no key."""

@@ -25,7 +25,6 @@ from torch import Tensor
 
 from retrain.engine.models import load_tokenizer
 from retrain.engine.sampler import LocalSampler
-from retrain.protocols.training import AdamParams
 from retrain.sampler import Tokenizer
 from retrain.service.errors import ServiceError, conflict, invalid, missing
 from retrain.service.fields import all_finite
@@ -46,6 +45,7 @@ from retrain.service.store import CheckpointPlace, CheckpointStore, Saved
 from retrain.service.thread import EngineThread
 from retrain.service.trainer import Trainer
 from retrain.service.tuning import Tuning
+from retrain.wire.training import AdamParams
 
 if TYPE_CHECKING:
     from retrain.service.fleet import FleetPool

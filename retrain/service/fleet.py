@@ -18,10 +18,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from retrain.engine.losses import sequence_logprobs
-from retrain.engine.vllm.checks import PROBE, check_logprobs, probe_of
-from retrain.engine.vllm.client import AdapterSlots
-from retrain.engine.vllm.opening import Opening, open_vllm
-from retrain.engine.vllm.options import VllmOptions
 from retrain.engine.weights import LoraWeights
 from retrain.sampler import Tokenizer
 from retrain.service.errors import ServiceError, invalid
@@ -30,6 +26,10 @@ from retrain.service.samplers import SamplerPool
 from retrain.service.snapshots import Snapshots
 from retrain.service.state import ServiceSettings
 from retrain.service.store import CheckpointPlace
+from retrain.vllm.checks import PROBE, check_logprobs, probe_of
+from retrain.vllm.client import AdapterSlots
+from retrain.vllm.opening import Opening, open_vllm
+from retrain.vllm.options import VllmOptions
 
 LARGEST_RANK = 64
 """Of an adapter at servers that the service starts."""

@@ -8,11 +8,11 @@ import numpy as np
 
 from retrain.engine.drawing import Top
 from retrain.engine.sampler import Alternatives
-from retrain.engine.vllm.client import Json
-from retrain.engine.vllm.replies import sampled_row
-from retrain.engine.vllm.sampler import VllmSampler
 from retrain.sampler import SamplingParams
 from retrain.types import Completion
+from retrain.vllm.client import Json
+from retrain.vllm.replies import sampled_row
+from retrain.vllm.sampler import VllmSampler
 
 WIDEST = 2**20
 """Log-probs of one reply: about 60 MB of JSON."""

@@ -24,7 +24,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from retrain.service.access import HEALTH
 from retrain.service.state import HttpLimits
-from retrain.transport.serving import BACKLOG, allow_files, settings_of
+from retrain.wire.serving import BACKLOG, allow_files, settings_of
 
 MIN_RATE = 1000.0
 """Bytes per second: a body that arrives faster is never too slow."""

@@ -15,7 +15,6 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from retrain.errors import shown
-from retrain.protocols.tinker.messages import PROTOBUF
 from retrain.service.core import Service
 from retrain.service.errors import ServiceError, invalid, missing
 from retrain.service.fields import INT64, Json, integer, metadata, want
@@ -26,6 +25,7 @@ from retrain.service.sampling import SampleFindings, SampleRequest, sample_reque
 from retrain.service.state import Model, SamplerSession, ServiceSession
 from retrain.service.store import CheckpointPlace
 from retrain.service.tuning import Tuning
+from retrain.wire.tinker.messages import PROTOBUF
 
 T = TypeVar("T")
 _LARGEST_NUMBER = 999_999_999

@@ -12,12 +12,12 @@ from collections.abc import Mapping, Sequence
 from typing import cast
 
 from retrain.errors import shown
-from retrain.protocols.tinker.values import Datum, Dtype, Tensor
 from retrain.service.errors import ServiceError, invalid
 from retrain.service.fields import LARGEST, Json, fits, objects, want
 from retrain.service.passes import TargetRow
 from retrain.service.state import RequestLimits
 from retrain.service.training_fields import Inputs
+from retrain.wire.tinker.values import Datum, Dtype, Tensor
 
 IGNORED_TARGET = -100
 """A target without loss, as in torch's cross_entropy."""

@@ -17,12 +17,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from retrain.concurrency.loading import uncollected
 from retrain.errors import ConfigError, RetrainError, RunError, install_command
 from retrain.service.state import HttpLimits, ServiceSettings
+from retrain.supervision.loading import uncollected
 
 if TYPE_CHECKING:
-    from retrain.engine.vllm.options import VllmOptions
+    from retrain.vllm.options import VllmOptions
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 MAX_PORT = 65535
@@ -146,7 +146,7 @@ def _vllm(arguments: argparse.Namespace) -> VllmOptions | None:
 
     from retrain.config.problems import problems_of
     from retrain.config.yaml_text import apply_override, parse_override
-    from retrain.engine.vllm.options import VllmOptions
+    from retrain.vllm.options import VllmOptions
 
     given: dict[str, Any] = {}
     for text in arguments.vllm:

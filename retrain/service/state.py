@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # torch is heavy, and ServiceSettings need none
-    from retrain.engine.vllm.options import VllmOptions
     from retrain.service.jobs import Lane
     from retrain.service.store import CheckpointPlace
     from retrain.service.trainer import Trainer
     from retrain.service.tuning import Tuning
+    from retrain.vllm.options import VllmOptions
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,11 +34,11 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from retrain.concurrency.locks import FolderLock, InUseError
-from retrain.disk import sync
 from retrain.errors import ConfigError
 from retrain.service.errors import ServiceError, conflict, invalid, missing
 from retrain.service.tuning import Tuning
+from retrain.supervision.disk import sync
+from retrain.supervision.locks import FolderLock, InUseError
 
 Kind = Literal["weights", "sampler_weights"]
 KINDS: tuple[Kind, ...] = ("weights", "sampler_weights")

@@ -17,9 +17,6 @@ from functools import partial
 
 from starlette.responses import JSONResponse, Response
 
-from retrain.protocols.tinker import messages, scanning
-from retrain.protocols.tinker.messages import PROTOBUF
-from retrain.protocols.tinker.values import ForwardBackward, ForwardBackwardOutput, SampleResult
 from retrain.service import tinker_wire as wire
 from retrain.service import training_fields
 from retrain.service.errors import ServiceError, invalid
@@ -31,6 +28,9 @@ from retrain.service.protocol import Handler, ServiceCall, ServiceProtocol, deco
 from retrain.service.rows import training_rows
 from retrain.service.state import Model, ServiceSession
 from retrain.service.store import CheckpointPlace, Kind
+from retrain.wire.tinker import messages, scanning
+from retrain.wire.tinker.messages import PROTOBUF
+from retrain.wire.tinker.values import ForwardBackward, ForwardBackwardOutput, SampleResult
 
 FIELDS = 2**18
 """Fields of a protobuf request, in all its messages: a datum has about 40."""

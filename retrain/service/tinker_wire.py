@@ -1,7 +1,7 @@
 """The bodies of the Tinker protocol, as pure functions.
 
 A missing, unknown or invalid field is a ServiceError that names it. The codec in
-`retrain.protocols.tinker` reads and writes protobuf.
+`retrain.wire.tinker` reads and writes protobuf.
 """
 
 from __future__ import annotations
@@ -16,10 +16,18 @@ from starlette.responses import JSONResponse, Response
 
 from retrain.engine.drawing import Top
 from retrain.errors import shown
-from retrain.protocols.tinker import messages
-from retrain.protocols.tinker.messages import PROTOBUF
-from retrain.protocols.tinker.payloads import sample_to_json, tensor_to_json
-from retrain.protocols.tinker.values import (
+from retrain.service import training_fields
+from retrain.service.errors import invalid
+from retrain.service.fields import INT64, Json, check_non_negative, integer, iso, objects, want
+from retrain.service.jobs import RequestJob
+from retrain.service.passes import Passed, TargetRow
+from retrain.service.rows import datum_of
+from retrain.service.sampling import SampleFindings, SampleRequest
+from retrain.service.store import KINDS, CheckpointPlace, Saved
+from retrain.wire.tinker import messages
+from retrain.wire.tinker.messages import PROTOBUF
+from retrain.wire.tinker.payloads import sample_to_json, tensor_to_json
+from retrain.wire.tinker.values import (
     EMPTY,
     ForwardBackward,
     ForwardBackwardOutput,
@@ -29,14 +37,6 @@ from retrain.protocols.tinker.values import (
     Tensor,
     TopTokens,
 )
-from retrain.service import training_fields
-from retrain.service.errors import invalid
-from retrain.service.fields import INT64, Json, check_non_negative, integer, iso, objects, want
-from retrain.service.jobs import RequestJob
-from retrain.service.passes import Passed, TargetRow
-from retrain.service.rows import datum_of
-from retrain.service.sampling import SampleFindings, SampleRequest
-from retrain.service.store import KINDS, CheckpointPlace, Saved
 
 T = TypeVar("T")
 SCHEME = "tinker://"

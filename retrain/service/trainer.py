@@ -21,7 +21,6 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from retrain.engine.lengths import of_like_length
 from retrain.losses import settings
-from retrain.protocols.training import AdamParams
 from retrain.service.errors import invalid
 from retrain.service.passes import (
     Passed,
@@ -31,6 +30,7 @@ from retrain.service.passes import (
     tokens_at_once,
 )
 from retrain.service.tuning import BaseModel, Tuning
+from retrain.wire.training import AdamParams
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 

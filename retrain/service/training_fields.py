@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from retrain.errors import NEAR, nearest, shown
-from retrain.protocols.training import AdamParams
 from retrain.service.errors import invalid
 from retrain.service.fields import SEEDS, Json, check_non_negative, integer, want
 from retrain.service.tuning import Tuning
+from retrain.wire.training import AdamParams
 
 _MAX_RANK = 1024
 _LARGEST_RATE = 1e6

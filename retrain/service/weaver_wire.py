@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from retrain.errors import shown
-from retrain.protocols.tinker.payloads import top_to_json
 from retrain.sampler import Tokenizer
 from retrain.service import training_fields
 from retrain.service.errors import invalid
@@ -24,6 +23,7 @@ from retrain.service.state import RequestLimits
 from retrain.service.store import CheckpointPlace, Saved
 from retrain.service.tinker_wire import prompt_top
 from retrain.service.tuning import Tuning
+from retrain.wire.tinker.payloads import top_to_json
 
 SCHEME = "weaver://"
 SAVE_TYPES = ("weight", "weight_and_optimizer", "sampling")

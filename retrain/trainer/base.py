@@ -27,7 +27,7 @@ from retrain.observe.callbacks import Run as RunFace
 from retrain.observe.naming import unused_folder
 from retrain.pipeline import train
 from retrain.pipeline.checkpoint import DATA, MANIFEST, MODEL, changes, copy, verified
-from retrain.rewarding import RewardCalculator, Scorer, WeightedReward
+from retrain.scoring import RewardCalculator, Scorer, WeightedReward
 from retrain.trainer.hooks import Hooks, ResumePoint, StepPermits
 from retrain.types import Metrics
 

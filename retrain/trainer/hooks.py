@@ -13,12 +13,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
-from retrain.concurrency.deadlines import adapter_call
 from retrain.observe.callbacks import Callbacks, Nested, TrainingResult
 from retrain.observe.callbacks import Run as RunFace
 from retrain.pipeline.checkpoint import copy
 from retrain.pipeline.resume import checkpoint
 from retrain.pipeline.run import Run
+from retrain.supervision.boundary import adapter_call
 from retrain.types import Metrics
 
 

@@ -37,7 +37,7 @@ import yaml
 from retrain.config import load_config
 from retrain.observe.journal import read_lines
 from retrain.observe.run_dir import RunDirectory
-from retrain.rewarding import reward
+from retrain.scoring import reward
 from tests.chaos.judgement import judge_log
 from tests.chaos.processes import beside, run_forked
 

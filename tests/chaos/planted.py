@@ -11,13 +11,13 @@ from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
-from retrain.concurrency.outages import is_outage
 from retrain.errors import UserCodeError
 from retrain.pipeline.intake import Intake
 from retrain.pipeline.ledger import Ledger
 from retrain.pipeline.run import Run
 from retrain.rollout import Slot
 from retrain.rollout.group import Rollouts
+from retrain.supervision.outages import is_outage
 from retrain.types import Group, Ticket, Trajectory
 
 Patch = AbstractContextManager[Any]

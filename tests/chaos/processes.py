@@ -46,7 +46,8 @@ def run_forked(
             os.dup2(output, 1)
             os.dup2(output, 2)
             sys.stdout, sys.stderr = open(1, "w"), open(2, "w")  # noqa: SIM115 - until it exits
-            from retrain.run import leave, main
+            from retrain.cli.process import leave
+            from retrain.cli.run import main
 
             before()
             leave(main(list(argv)))

@@ -31,9 +31,9 @@ from urllib.parse import quote
 import httpx
 import zstandard
 
-from retrain.protocols.tinker import messages
-from retrain.protocols.tinker.values import Datum, ForwardBackward, Tensor
 from retrain.service.app import ServiceApp
+from retrain.wire.tinker import messages
+from retrain.wire.tinker.values import Datum, ForwardBackward, Tensor
 from tests.service_kit import TOKENS, datum, on_a_port
 from tests.weights_kit import digest
 

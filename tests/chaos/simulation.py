@@ -30,7 +30,7 @@ from benchmarks.mock_engine import LETTERS, mock_config
 from retrain.assembly import Given, Parts, assemble
 from retrain.pipeline import train
 from retrain.pipeline.checkpoint import Checkpoints
-from retrain.rewarding import Scorer, WeightedReward
+from retrain.scoring import Scorer, WeightedReward
 from tests.chaos.judgement import judge_credit, judge_faults, judge_log
 from tests.chaos.virtual_time import DeadlockError, VirtualLoop, virtual
 from tests.chaos.world import Engine, Faulty, Share, World

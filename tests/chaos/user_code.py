@@ -143,7 +143,7 @@ FAULTS = [
         Fault(f"{type(error).__name__} in {hook}", hook, throw(error))
         for hook in ("reset", "step", "reward")
         for error in (
-            ValueError("bad"), BadStrError(), SystemExit(3), KeyboardInterrupt(), GeneratorExit(),
+            ValueError("bad"), BadStrError(), SystemExit(3), GeneratorExit(),
             asyncio.CancelledError(), MemoryError(), StopIteration(), TimeoutError(),
         )
     ),

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-from retrain.concurrency.threads import DaemonPool
-from retrain.concurrency.watch import Watch
+from retrain.supervision.threads import DaemonPool
+from retrain.supervision.watch import Watch
 
 
 class DeadlockError(Exception):

@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.mock_engine import MockAdapter, MockOptions
 from retrain.environment import Environment, StepResult
-from retrain.rewarding import RewardCalculator
+from retrain.scoring import RewardCalculator
 
 RESET = ("raise", "refused", "silent", "exit", "hang", "cancel", "late")
 """Faults of a call."""

@@ -44,15 +44,15 @@ from retrain.adapters.remote.published import (
 )
 from retrain.adapters.remote.schedule import learning_rate
 from retrain.adapters.remote.surrogate import valued
-from retrain.batching import as_shared
+from retrain.algorithms.batching import as_shared
 from retrain.config import RunConfig
 from retrain.engine.models import load_tokenizer
 from retrain.errors import AdapterError, CheckpointError, ConfigError
 from retrain.losses import row_of, shared_name
-from retrain.protocols.training import AdamParams, LoraConfig
 from retrain.sampler import Tokenizer
-from retrain.transport.refusals import RemoteError
 from retrain.types import Batch, Metrics
+from retrain.wire.refusals import RemoteError
+from retrain.wire.training import AdamParams, LoraConfig
 
 if TYPE_CHECKING:
     import httpx

@@ -19,9 +19,9 @@ from retrain.config.paths import find_model
 from retrain.engine.models import local_tokenizer
 from retrain.errors import ConfigError, install_command
 from retrain.losses import LOSSES, check_keys, shared_name
-from retrain.protocols.training import LoraConfig
 from retrain.sampler import Tokenizer
-from retrain.transport.vendors import Vendor, checked_url
+from retrain.wire.training import LoraConfig
+from retrain.wire.vendors import Vendor, checked_url
 
 LOCAL_NEEDS = ("starlette", "torch", "transformers", "peft")
 """The libraries that the service inside this process imports."""

@@ -16,7 +16,7 @@ from dataclasses import replace
 from retrain.adapters.remote.datums import SUM, Average, Shifted
 from retrain.errors import AdapterError
 from retrain.losses import row_of
-from retrain.protocols.training import AdamParams
+from retrain.wire.training import AdamParams
 
 PREFIX, RATIO = 48, 4.9
 MIXED = ((48, 48, -20.0, 2), (96, 48, 10.0, 1), (144, 96, 5.0, 2))

@@ -14,10 +14,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, Self, TypeVar
 
-from retrain.concurrency.sharing import Leases
 from retrain.sampler import SamplingParams, Tokenizer
-from retrain.transport.refusals import RemoteError
+from retrain.supervision.sharing import Leases
 from retrain.types import Completion, StopReason
+from retrain.wire.refusals import RemoteError
 
 T = TypeVar("T")
 ABORTED = "abort"

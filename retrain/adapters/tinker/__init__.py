@@ -8,15 +8,15 @@ from __future__ import annotations
 from retrain.adapters.tinker.client import TinkerClient
 from retrain.adapters.tinker.sampling import SamplingClient
 from retrain.adapters.tinker.training import TrainingClient
-from retrain.protocols.tinker.values import (
+from retrain.sampler import SamplingParams
+from retrain.wire.tinker.values import (
     Datum,
     ForwardBackwardOutput,
     SampledSequence,
     SampleResult,
     Tensor,
 )
-from retrain.protocols.training import AdamParams, LoraConfig
-from retrain.sampler import SamplingParams
+from retrain.wire.training import AdamParams, LoraConfig
 
 __all__ = [
     "AdamParams",

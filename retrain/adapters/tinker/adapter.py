@@ -19,9 +19,9 @@ from retrain.adapters.tinker.sampling import ServedWeights
 from retrain.adapters.tinker.training import TrainingClient
 from retrain.errors import AdapterError, NonFiniteError
 from retrain.losses import clip_bounds, settings
-from retrain.protocols.tinker import values as wire
-from retrain.protocols.training import AdamParams
 from retrain.types import Metrics
+from retrain.wire.tinker import values as wire
+from retrain.wire.training import AdamParams
 
 
 class TinkerAdapter(RemoteAdapter):

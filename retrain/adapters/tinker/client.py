@@ -25,11 +25,11 @@ from retrain.adapters.tinker.connection import (
 )
 from retrain.adapters.tinker.sampling import SamplingClient
 from retrain.adapters.tinker.training import TrainingClient
-from retrain.protocols.training import LoraConfig
-from retrain.transport.client import Call, HttpClient
-from retrain.transport.refusals import RemoteError, ignored
-from retrain.transport.retries import NO_RETRY, RetryPolicy
-from retrain.transport.vendors import TINKER
+from retrain.wire.client import Call, HttpClient
+from retrain.wire.refusals import RemoteError, ignored
+from retrain.wire.retries import NO_RETRY, RetryPolicy
+from retrain.wire.training import LoraConfig
+from retrain.wire.vendors import TINKER
 
 if TYPE_CHECKING:
     import httpx

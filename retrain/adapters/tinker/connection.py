@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from retrain.adapters.tinker.limits import Backpressure
 from retrain.errors import DeadlineError
-from retrain.protocols.tinker.messages import PROTOBUF
-from retrain.transport.client import Call, HttpClient
-from retrain.transport.refusals import RemoteError, error_body
-from retrain.transport.retries import NO_RETRY
+from retrain.wire.client import Call, HttpClient
+from retrain.wire.refusals import RemoteError, error_body
+from retrain.wire.retries import NO_RETRY
+from retrain.wire.tinker.messages import PROTOBUF
 
 if TYPE_CHECKING:
     import httpx

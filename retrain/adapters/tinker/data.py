@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from retrain.protocols.tinker.values import Datum, ForwardBackwardOutput, Tensor
+from retrain.wire.tinker.values import Datum, ForwardBackwardOutput, Tensor
 
 FLOAT32_MAX = 3.4028234663852886e38
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from retrain.concurrency.sharing import Capacity, Loan
+from retrain.supervision.sharing import Capacity, Loan
 
 SUBMISSIONS = 400
 """Samples that may be submitted at the same time."""

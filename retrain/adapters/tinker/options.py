@@ -9,7 +9,7 @@ from pydantic import Field
 
 from retrain.adapters.remote.options import RemoteOptions
 from retrain.losses import native_to
-from retrain.transport.vendors import TINKER
+from retrain.wire.vendors import TINKER
 
 
 class TinkerOptions(RemoteOptions):

@@ -16,11 +16,11 @@ from typing import Any
 from retrain.adapters.remote.published import SampledTokens, sampling_payload
 from retrain.adapters.tinker.connection import Future, JobKind, TinkerConnection
 from retrain.errors import AdapterError, DeadlineError
-from retrain.protocols.tinker import messages, payloads
-from retrain.protocols.tinker.values import SampledSequence, SampleResult
 from retrain.sampler import SamplingParams, Tokenizer
-from retrain.transport.refusals import RemoteError
-from retrain.transport.retries import NO_RETRY, RetryBudget
+from retrain.wire.refusals import RemoteError
+from retrain.wire.retries import NO_RETRY, RetryBudget
+from retrain.wire.tinker import messages, payloads
+from retrain.wire.tinker.values import SampledSequence, SampleResult
 
 SAMPLE = JobKind("Sample", payloads.sample_from_json, messages.decode_sample)
 

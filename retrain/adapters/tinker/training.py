@@ -22,17 +22,17 @@ from retrain.adapters.remote.datums import chunks
 from retrain.adapters.tinker.connection import Future, JobKind, TinkerConnection
 from retrain.adapters.tinker.data import check_data, merge
 from retrain.errors import AdapterError, ConfigError, install_command
-from retrain.protocols.tinker import messages, payloads
-from retrain.protocols.tinker.messages import PROTOBUF
-from retrain.protocols.tinker.values import (
+from retrain.wire.client import Call
+from retrain.wire.refusals import RemoteError
+from retrain.wire.tinker import messages, payloads
+from retrain.wire.tinker.messages import PROTOBUF
+from retrain.wire.tinker.values import (
     Datum,
     ForwardBackward,
     ForwardBackwardOutput,
     LossConfig,
 )
-from retrain.protocols.training import AdamParams
-from retrain.transport.client import Call
-from retrain.transport.refusals import RemoteError
+from retrain.wire.training import AdamParams
 
 T = TypeVar("T")
 

@@ -25,17 +25,17 @@ from retrain.adapters.trl.rows import check_samples
 from retrain.adapters.trl.sampling import open_servers
 from retrain.adapters.trl.together import together
 from retrain.adapters.trl.worker import TrainerJob, TrainerThread
-from retrain.concurrency.starting import announced
 from retrain.config import RunConfig
 from retrain.engine.models import load_model, load_tokenizer, resolve_model
 from retrain.engine.sampler import LocalSampler
-from retrain.engine.vllm.checks import PROBE, check_logprobs, probe_of
-from retrain.engine.vllm.options import VllmOptions
-from retrain.engine.vllm.sampler import VllmSampler
 from retrain.errors import AdapterError, CheckpointError, ConfigError, RetrainError
 from retrain.observe.upkeep import scratch
 from retrain.sampler import Tokenizer
+from retrain.supervision.starting import announced
 from retrain.types import Batch, Metrics
+from retrain.vllm.checks import PROBE, check_logprobs, probe_of
+from retrain.vllm.options import VllmOptions
+from retrain.vllm.sampler import VllmSampler
 
 CLOSE_SECONDS = 60.0
 RANKS_SECONDS = 5.0

@@ -21,6 +21,7 @@ from transformers import PrinterCallback, ProgressCallback
 from transformers.utils import logging as transformers_logging
 from trl import GRPOConfig
 
+from retrain.adapters.trl.memory import micro_batch_tokens
 from retrain.adapters.trl.options import LoraOptions, TrlOptions
 from retrain.adapters.trl.plan import LossPlan
 from retrain.adapters.trl.ranks.contract import Place
@@ -93,6 +94,7 @@ def build_trainer(
     """
     hush()
     placement = place_model(options, ranks.place)
+    cuda = placement.device.type == "cuda"
     sharded = ranks.size > 1 and options.sharding == "full"
     trained = placement.frozen_dtype if options.lora else torch.float32
     limit = options.micro_batch_rows
@@ -112,7 +114,7 @@ def build_trainer(
             cut=partial(
                 micro_batches,
                 rows=limit and limit * ranks.size,
-                tokens=_tokens(options, placement) * ranks.size,
+                tokens=micro_batch_tokens(options, config, cuda=cuda) * ranks.size,
             ),
             feed=feed,
             ranks=ranks,
@@ -189,12 +191,6 @@ def _has_optional_parts(model: Any) -> bool:
         isinstance(module, torch.nn.ModuleList) and name.endswith("experts")
         for name, module in model.named_modules()
     )
-
-
-def _tokens(options: TrlOptions, placement: Placement) -> int:
-    if options.micro_batch_tokens == "auto":
-        return 16_384 if placement.device.type == "cuda" else 2_048
-    return options.micro_batch_tokens
 
 
 def _placeholder(config: RunConfig, ranks: int) -> Dataset:

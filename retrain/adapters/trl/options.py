@@ -16,11 +16,11 @@ from retrain.config import RunConfig
 from retrain.config.paths import find_model
 from retrain.engine.available import cuda_devices, too_few_devices
 from retrain.engine.models import Attention, attention_problem, local_tokenizer
-from retrain.engine.vllm.options import HEATS, LocalSamplerOptions, VllmOptions
 from retrain.errors import ConfigError
 from retrain.losses import LOSSES
-from retrain.protocols.training import RANK
 from retrain.sampler import Tokenizer
+from retrain.vllm.options import HEATS, LocalSamplerOptions, VllmOptions
+from retrain.wire.training import RANK
 
 Schedule = Literal[
     "constant",
@@ -82,7 +82,8 @@ class TrlOptions(OptimizerOptions):
     allows."""
     micro_batch_tokens: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
     """The maximum number of tokens per forward pass, including padding; a longer sequence gets its
-    own pass. `auto`: 2,048 on the CPU, 16,384 on CUDA."""
+    own pass. `auto`: 16,384 on CUDA; on the CPU, as many as need about 1 GB of activations, from
+    256 to 2,048."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model is trained and sampled; `auto`: CUDA if available, otherwise the CPU."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"

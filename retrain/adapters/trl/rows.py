@@ -16,7 +16,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from retrain.batching import rollout_tokens
+from retrain.algorithms.batching import rollout_tokens
 from retrain.errors import NonFiniteError
 from retrain.types import Sample
 

@@ -8,10 +8,10 @@ from typing import Any
 from retrain.adapters.trl.build import place_model
 from retrain.adapters.trl.options import TrlOptions
 from retrain.config import RunConfig
-from retrain.engine.vllm.client import AdapterSlots
-from retrain.engine.vllm.opening import Opening, open_vllm
-from retrain.engine.vllm.options import VllmOptions
-from retrain.engine.vllm.sampler import VllmSampler
+from retrain.vllm.client import AdapterSlots
+from retrain.vllm.opening import Opening, open_vllm
+from retrain.vllm.options import VllmOptions
+from retrain.vllm.sampler import VllmSampler
 
 
 async def open_servers(

@@ -19,8 +19,8 @@ from retrain.adapters.weaver.model import WeaverModel
 from retrain.adapters.weaver.options import WeaverOptions
 from retrain.adapters.weaver.sampling import WeaverSession
 from retrain.adapters.weaver.wire import TrainingRow
-from retrain.protocols.training import AdamParams
 from retrain.types import Metrics
+from retrain.wire.training import AdamParams
 
 
 class WeaverAdapter(RemoteAdapter):

@@ -20,11 +20,11 @@ from retrain.adapters.weaver import wire
 from retrain.adapters.weaver.connection import PACE, Operation, WeaverConnection, clean_up, or_undo
 from retrain.adapters.weaver.model import WeaverModel
 from retrain.adapters.weaver.sampling import WeaverSession
-from retrain.protocols.training import LoraConfig
-from retrain.transport.client import HttpClient
-from retrain.transport.refusals import RemoteError
-from retrain.transport.retries import RetryPolicy
-from retrain.transport.vendors import WEAVER
+from retrain.wire.client import HttpClient
+from retrain.wire.refusals import RemoteError
+from retrain.wire.retries import RetryPolicy
+from retrain.wire.training import LoraConfig
+from retrain.wire.vendors import WEAVER
 
 if TYPE_CHECKING:
     import httpx

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import anyio
 
 from retrain.adapters.weaver import wire
-from retrain.transport.client import Call, HttpClient
-from retrain.transport.refusals import RemoteError
-from retrain.transport.retries import RetryPolicy
+from retrain.wire.client import Call, HttpClient
+from retrain.wire.refusals import RemoteError
+from retrain.wire.retries import RetryPolicy
 
 if TYPE_CHECKING:
     import httpx

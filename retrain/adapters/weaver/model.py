@@ -19,8 +19,8 @@ from typing import Any, Literal, TypeVar
 
 from retrain.adapters.weaver import wire
 from retrain.adapters.weaver.connection import Operation, WeaverConnection
-from retrain.protocols.training import AdamParams
-from retrain.transport.refusals import RemoteError, ignored
+from retrain.wire.refusals import RemoteError, ignored
+from retrain.wire.training import AdamParams
 
 T = TypeVar("T")
 

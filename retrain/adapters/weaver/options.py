@@ -9,7 +9,7 @@ from pydantic import Field
 from retrain.adapters.remote.options import RemoteOptions
 from retrain.config import RunConfig
 from retrain.losses import native_to
-from retrain.transport.vendors import WEAVER
+from retrain.wire.vendors import WEAVER
 
 
 class WeaverOptions(RemoteOptions):

@@ -9,7 +9,7 @@ from retrain.adapters.remote.published import SampledTokens, sampling_payload
 from retrain.adapters.weaver import wire
 from retrain.adapters.weaver.connection import WeaverConnection
 from retrain.sampler import SamplingParams
-from retrain.transport.refusals import RemoteError, ignored
+from retrain.wire.refusals import RemoteError, ignored
 
 
 class WeaverSession:

@@ -36,16 +36,8 @@ class Mistral(Format):
 
 def _read(text: str, match: re.Match[str]) -> Iterator[Found]:
     start, end = match.span()
-    named = _NAMED.match(match[1])
-    if named is not None:
-        at = match.start(1) + named.end()
-        at += len(text[at:end]) - len(text[at:end].lstrip())
-        try:
-            _, stop = _read_json(text, at, end)
-        except ValueError:
-            stop = end
-        found = named_call(start, stop, named[1], text[at:stop])
-        yield found._replace(id=named[2] or "")
+    if named := _NAMED.match(match[1]):
+        yield _read_named(text, match, named)
         return
     at = match.start(1) + len(match[1]) - len(match[1].lstrip())
     try:
@@ -60,6 +52,18 @@ def _read(text: str, match: re.Match[str]) -> Iterator[Found]:
         yield call_of(stop if number else start, stop, _decoded(call))._replace(id=own)
     if not calls:
         yield Found(start, stop, error="got an empty list, expected calls")
+
+
+def _read_named(text: str, match: re.Match[str], named: re.Match[str]) -> Found:
+    """A name and its arguments in JSON."""
+    start, end = match.span()
+    at = match.start(1) + named.end()
+    at += len(text[at:end]) - len(text[at:end].lstrip())
+    try:
+        _, stop = _read_json(text, at, end)
+    except ValueError:
+        stop = end
+    return named_call(start, stop, named[1], text[at:stop])._replace(id=named[2] or "")
 
 
 def _read_json(text: str, at: int, end: int) -> tuple[Any, int]:

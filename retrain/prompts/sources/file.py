@@ -56,11 +56,11 @@ def _files(path: str, base_dir: Path | None) -> list[Path]:
     """The file, or the files that match a pattern."""
     tried = places(path, base_dir)
     if not glob.has_magic(path) or any(map(os.path.isfile, tried)):
-        if folder := next((place for place in tried if place.is_dir()), None):
-            ends = sorted({file.suffix for file in folder.iterdir() if file.suffix in FORMATS})
+        for folder in filter(Path.is_dir, tried):
+            ends = sorted(FORMATS.keys() & {file.suffix for file in folder.iterdir()})
             raise PromptError(
                 f"{folder} is a folder, expected a file, or a pattern such as "
-                f"{path.rstrip('/')}/*{ends[0] if ends else '.jsonl'}"
+                f"{path.rstrip('/')}/*{[*ends, '.jsonl'][0]}"
             )
         return [find_file(path, base_dir, error=PromptError)]
     for pattern in tried:

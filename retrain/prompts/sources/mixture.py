@@ -65,8 +65,8 @@ class MixturePrompts(PromptSource):
             self.sizes = ()
         self.read_at_start = all(part.read_at_start for part in parts)
         self.warnings = [f"{n}: {w}" for n, p in zip(names, parts, strict=True) for w in p.warnings]
-        held = [(p.held_out, w, n) for p, w, n in zip(parts, weights, names, strict=True)]
-        rest = [(source, w, n) for source, w, n in held if source is not None]
+        held = zip((part.held_out for part in parts), weights, names, strict=True)
+        rest = [part for part in held if part[0] is not None]
         self.held_out = self._of(*zip(*rest, strict=True)) if rest else None
         self._shares = _shares([len(part) for part in parts], weights)
 

@@ -21,8 +21,8 @@ from retrain.config.paths import find_model
 from retrain.environment import Environment
 from retrain.errors import ConfigError, shown
 from retrain.observe.callbacks import Callback, TrainingResult
-from retrain.rewarding import FunctionReward, RewardCalculator
 from retrain.sampler import Tokenizer
+from retrain.scoring import FunctionReward, RewardCalculator
 from retrain.trainer.base import BaseTrainer, Plan, Task, blocking, one_reward
 from retrain.trainer.data import DataOptions, read_data
 from retrain.trainer.environments import environment_factory

@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from retrain.assembly import Learner
-from retrain.concurrency.threads import DaemonPool
 from retrain.environment import Action, Environment, StepResult
 from retrain.errors import UserCodeError, blame, shown
+from retrain.supervision.threads import DaemonPool
 from retrain.trainer.data import row_of
 from retrain.types import Group, Message, Metrics, Prompt, Trajectory
 

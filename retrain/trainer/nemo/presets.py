@@ -14,13 +14,13 @@ from typing import Any, ClassVar, Self
 from pydantic import ValidationError
 
 from retrain.assembly import Given
-from retrain.concurrency.threads import DaemonPool
 from retrain.config import RunConfig, parse_config, plain
 from retrain.config.paths import find_model
 from retrain.config.problems import problems_of
 from retrain.environment import Environment
 from retrain.errors import ConfigError, RewardError, nearest, shown
 from retrain.observe.callbacks import Callback, TrainingResult
+from retrain.supervision.threads import DaemonPool
 from retrain.trainer.base import BaseTrainer, Plan, Task, blocking, one_reward
 from retrain.trainer.columns import Wanted
 from retrain.trainer.data import Data, read_data

@@ -16,9 +16,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from retrain.concurrency.threads import DaemonPool
 from retrain.errors import RewardError, blame, shown
-from retrain.rewarding import (
+from retrain.scoring import (
     NAMES,
     FunctionReward,
     Reward,
@@ -27,6 +26,7 @@ from retrain.rewarding import (
     compares,
     is_async,
 )
+from retrain.supervision.threads import DaemonPool
 from retrain.trainer.data import response_of, row_of
 from retrain.trainer.nemo.environments import call
 from retrain.types import Trajectory

@@ -12,8 +12,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from retrain.cli.process import DONE, drive, exit_code, leave
 from retrain.errors import ConfigError
-from retrain.run import DONE, drive, exit_code, in_run_dir, leave
+from retrain.pipeline.resume import in_run_dir
 
 MODES = {"self-hosted": ("self-hosted",), "training-service": ("tinker", "weaver")}
 

@@ -17,12 +17,12 @@ from typing import Any
 
 from retrain.adapters.base import Adapter
 from retrain.assembly import Learner, assemble
-from retrain.concurrency.threads import DaemonPool
 from retrain.config import RunConfig
 from retrain.config.yaml_text import read_config_file
 from retrain.errors import ConfigError
 from retrain.observe.callbacks import Callback, TrainingResult
 from retrain.pipeline import train
+from retrain.supervision.threads import DaemonPool
 from retrain.trainer.nexrl.base import BaseTrainer
 from retrain.trainer.nexrl.select import build_trainer
 from retrain.trainer.nexrl.settings import as_section

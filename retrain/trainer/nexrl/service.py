@@ -23,16 +23,16 @@ from typing import Any, TypeVar, cast
 from pydantic import ValidationError
 
 from retrain.adapters.base import Adapter, AdapterOptions, AdapterState
+from retrain.algorithms.batching import batch_of
 from retrain.assembly import adapter_of, chat_template, target_of, tool_format
-from retrain.batching import batch_of
 from retrain.chat import Chat
-from retrain.concurrency.deadlines import adapter_call
 from retrain.config import RunConfig
 from retrain.config.paths import find_model
 from retrain.config.problems import problems_of
 from retrain.engine.models import load_tokenizer
 from retrain.errors import AdapterError, CheckpointError, ConfigError
 from retrain.sampler import SamplingParams, Tokenizer
+from retrain.supervision.boundary import adapter_call
 from retrain.trainer.nexrl.datums import nothing_to_train
 from retrain.trainer.nexrl.trajectory import Trajectory
 from retrain.types import Message, Metrics, Sample

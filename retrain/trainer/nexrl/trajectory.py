@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from retrain.batching import segments
+from retrain.algorithms.batching import segments
 from retrain.trainer.data import response_of
 from retrain.types import Group
 

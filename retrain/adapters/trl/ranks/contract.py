@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from retrain.concurrency.children import is_of_ranks
 from retrain.errors import ConfigError
+from retrain.supervision.children import is_of_ranks
 
 
 @dataclass(frozen=True, slots=True)

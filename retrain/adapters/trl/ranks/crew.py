@@ -18,8 +18,8 @@ from typing import Any
 
 from retrain.adapters.trl.ranks.contract import Place
 from retrain.adapters.trl.ranks.group import open_store
-from retrain.concurrency.children import Child
 from retrain.errors import AdapterError
+from retrain.supervision.children import Child
 
 ADDRESS = "127.0.0.1"
 LAST_LINES = 12

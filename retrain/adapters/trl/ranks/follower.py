@@ -12,8 +12,8 @@ from contextlib import suppress
 from dataclasses import replace
 
 from retrain.adapters.trl.ranks.contract import ignore_signals, launched
-from retrain.concurrency.loading import uncollected
 from retrain.errors import ConfigError
+from retrain.supervision.loading import uncollected
 
 
 def main() -> int:

@@ -1,0 +1,1 @@
+"""The commands: `retrain run | check | report | chat | serve | schema`."""

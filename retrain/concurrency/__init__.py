@@ -1,1 +1,0 @@
-"""Deadlines, threads, folder locks and child processes: each has an owner and an end."""

@@ -1,1 +1,0 @@
-"""What client and service of a wire protocol share."""

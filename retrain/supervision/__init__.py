@@ -1,0 +1,1 @@
+"""The owner of what user code may do: whoever waits for it keeps the deadline."""

@@ -1,0 +1,65 @@
+"""Whether a server can start here, asked before anything loads: its environment and its devices.
+
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from retrain.engine.available import present_devices
+from retrain.supervision.children import plain_environment
+
+QUESTION = "import importlib.util; print(importlib.util.find_spec('vllm') is not None)"
+SECONDS = 20.0
+"""How long Python may take to answer; it takes much less, unless its disk is slow."""
+
+
+def environment_problem(python: Path) -> str | None:
+    """Why `python`, a program, can't start vLLM. No answer in time is no problem."""
+    environment = plain_environment()
+    for name in [name for name in environment if name.startswith("PYTHON")]:
+        del environment[name]  # as for the server
+    path = python.absolute()
+    try:
+        done = subprocess.run(
+            [path, "-c", QUESTION],
+            cwd=path.parent,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=SECONDS,
+        )
+    except subprocess.TimeoutExpired:
+        return None
+    except OSError as error:
+        return f"{path} can't be started: {error.strerror}"
+    answer = done.stdout.split()[-1:]  # what starts Python may print more
+    if answer == ["False"]:
+        return f"{path} has no module vllm; run: {path} -m pip install 'vllm>=0.32'"
+    if answer != ["True"]:
+        said = "".join(f": {line}" for line in done.stderr.strip().splitlines()[-1:])
+        return (
+            f"{path} is not a Python interpreter; expected the Python of the environment with "
+            f"vLLM{said}"
+        )
+    return None
+
+
+def devices_problem(devices: Sequence[int]) -> str | None:
+    """Which of the devices are not on this machine, as far as nvidia-smi says."""
+    found = present_devices() if devices else None
+    missing = [number for number in devices if found is not None and number >= found]
+    if not missing:
+        return None
+    there = "one device, 0" if found == 1 else f"{found} devices, 0 to {(found or 0) - 1}"
+    return f"got {list(devices)}, but nvidia-smi lists {there}"
+
+
+def unknown_devices(devices: Sequence[int]) -> bool:
+    """Whether devices are asked for that can't be checked: nvidia-smi is missing, or fails."""
+    return bool(devices) and present_devices() is None
