@@ -305,8 +305,8 @@ def test_p12_children_end_after_kill_9_though_a_forked_process_goes_on(tmp_path)
 WORDLESS = """
 import asyncio, os, shutil, signal, sys
 from pathlib import Path
-from retrain.concurrency.children import Child
-from retrain.concurrency.leash import leash
+from retrain.supervision.children import Child
+from retrain.supervision.leash import leash
 
 async def main():
     folder = Path(sys.argv[1])
@@ -330,7 +330,7 @@ def test_p12_children_end_after_kill_9_though_error_txt_cant_be_written(tmp_path
 
 FORKS = """
 import os, signal, threading
-from retrain.concurrency.leash import leash
+from retrain.supervision.leash import leash
 
 held, over = threading.Event(), threading.Event()
 
