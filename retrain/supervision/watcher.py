@@ -22,8 +22,9 @@ def say(words: str) -> None:
 
 
 def suspended() -> bool:
-    with open(f"/proc/{run}/stat", "rb") as stat:
+    with suppress(OSError), open(f"/proc/{run}/stat", "rb") as stat:
         return stat.read().rpartition(b") ")[2][:1] in b"Tt"
+    return False  # macOS has no /proc
 
 
 signal.pthread_sigmask(signal.SIG_BLOCK, {1, 2, 3, 15})  # hang-up, Ctrl-C, Ctrl-\, kill
