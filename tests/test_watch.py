@@ -17,7 +17,7 @@ import weakref
 import pytest
 
 from retrain.supervision.children import Child
-from retrain.supervision.leash import leash
+from retrain.supervision.leash import WATCHER, leash
 from retrain.supervision.watch import Watch, debugging
 from tests.pipe_kit import events, played
 
@@ -252,6 +252,26 @@ def test_p12_code_that_holds_the_interpreter_ends_the_run_with_its_stack(tmp_pat
     error = (tmp_path / "run" / "error.txt").read_text()
     assert "no Python code ran for 1 s" in error
     assert 'main.py", line 17 in judge' in error
+
+
+def test_p12_a_system_without_proc_is_no_exception(tmp_path):
+    """Such as macOS. The time of a suspended process counts there."""
+    without = tmp_path / "watcher.py"
+    without.write_text(WATCHER.read_text().replace("/proc/", "/nowhere/"))
+    code, stderr = play(
+        tmp_path,
+        step=f"""
+        from retrain.supervision import leash
+        leash.leash._process.kill()
+        leash.leash._process.wait()
+        leash.WATCHER = Path({str(without)!r})
+        leash.leash.beat()
+        {END}""",
+        judge=HELD,
+        blocked=1,
+    )
+    assert code == -signal.SIGABRT
+    assert "no Python code ran for 1 s" in stderr
 
 
 @pytest.mark.parametrize(
