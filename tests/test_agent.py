@@ -24,7 +24,7 @@ from environments.agent import Agent
 from retrain import Finished, file_of, find_function, parse_config, reward, run_program, scripted
 from retrain.agents.server import EndpointServer
 from retrain.assembly import assemble, sections
-from retrain.check.subject import check_environment
+from retrain.check import check_environment
 from retrain.cli.run import main
 from retrain.errors import AdapterError, ConfigError, UserCodeError
 from retrain.observe.run_dir import read_metrics
