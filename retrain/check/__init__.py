@@ -5,13 +5,13 @@
 - `agents`: an agent must end without an error, whatever the model says
 - `rewards`: what a config's rewards make of the rollouts of `cases`
 - `scripted`: the sampler that says fixed replies, and example calls of tools
-- `bench`: prompts, deadlines and the watch of the loop; `findings`: what a check found
+- `bench`: what they share: findings, deadlines, the watch of the loop, the environment
 
 Authors can call `check_environment` in their own tests.
 """
 
+from retrain.check.bench import Finding
 from retrain.check.environments import check_environment
-from retrain.check.findings import Finding
 from retrain.check.rewards import tried_rewards
 from retrain.check.subject import check_subject
 

@@ -6,8 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from retrain.check.bench import Bench
-from retrain.check.findings import Finding, fail, ok, warn
+from retrain.check.bench import Bench, Finding, fail, ok, warn
 from retrain.check.scripted import FixedSampler, doorway, scripted
 from retrain.errors import alike, shown
 from retrain.rollout import Slot
@@ -48,11 +47,8 @@ async def tried_agent(bench: Bench, replies: Sequence[str]) -> list[Finding]:
     lines = list(_failures(cases))
     if left := len(plays) - len(cases):
         lines.append(f"{left} further rollouts were not tried {ended}")
-    return [
-        *_completed(cases, len(bench.prompts), lines, faults),
-        *_limits(cases),
-        *_forgiven(cases),
-    ]
+    scored = [case.rollout for case in cases if case.rollout.outcome == "ok"]
+    return [*_completed(cases, len(bench.prompts), lines, faults), *_notes(scored)]
 
 
 async def _played(bench: Bench, plays: Sequence[Play], faults: list[str]) -> tuple[list[Case], str]:
@@ -101,20 +97,15 @@ def _completed(
         yield ok(ends, *lines) if good else warn(ends, *lines)
 
 
-def _limits(cases: Sequence[Case]) -> Iterator[Finding]:
-    infos = [case.rollout.info for case in cases if case.rollout.outcome == "ok"]
-    if limits := [str(info["truncated"]) for info in infos if "truncated" in info]:
+def _notes(scored: Sequence[Trajectory]) -> Iterator[Finding]:
+    """About rollouts that count, although they reached a limit or the agent raised an error."""
+    if limits := [str(t.info["truncated"]) for t in scored if "truncated" in t.info]:
         names = ", ".join(sorted(set(limits)))
         yield ok(f"{len(limits)} rollouts reached the limit {names}, and are scored as they are")
-
-
-def _forgiven(cases: Sequence[Case]) -> Iterator[Finding]:
-    """The rollouts that `environment.on_error` lets count."""
-    ends = [case.rollout.agent_error for case in cases if case.rollout.outcome == "ok"]
-    if errors := [error for error in ends if error]:
+    if errors := [t.agent_error for t in scored if t.agent_error]:
         what = f"{len(errors)} rollouts are scored, although the agent raised an error"
         lines = dict.fromkeys(map(alike, errors))
-        yield warn(what, *lines, ALWAYS) if len(errors) == len(ends) else ok(what, *lines)
+        yield warn(what, *lines, ALWAYS) if len(errors) == len(scored) else ok(what, *lines)
 
 
 def _failures(cases: Sequence[Case]) -> Iterator[str]:

@@ -1,15 +1,15 @@
-"""What the checks of an environment share: its prompts, deadlines, and the watch of the loop."""
+"""What the checks share: what one found, deadlines, the watch of the loop, and the environment."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 
-from retrain.check.findings import Finding, fail, ok
 from retrain.config import DeadlinesConfig, RunConfig
 from retrain.environment import Environment
+from retrain.errors import UserCodeError
 from retrain.rollout.instance import Instance
 from retrain.supervision.watch import ADVICE, Watch
 from retrain.types import Prompt
@@ -26,6 +26,47 @@ DEADLINE = 30.0
 """Seconds that one call may take, unless the config's `deadlines` say otherwise."""
 LIMITED = ("reset", "step", "agent", "close", "reward")
 """The deadlines that DEADLINE replaces. `setup` keeps its own: it may load an index or a model."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One check: passed, maybe with a warning, or failed; and what to do."""
+
+    good: bool
+    what: str
+    advice: str = ""
+    warning: bool = False
+    fatal: bool = False
+    """Whether no rollout can be played."""
+
+    def __str__(self) -> str:
+        advice = "".join(f"\n      {line}" for line in self.advice.splitlines())
+        word = "FAIL" if not self.good else "warn" if self.warning else "ok  "
+        return f"{word}  {self.what}{advice}"
+
+
+def ok(what: str, *lines: str) -> Finding:
+    """A check that passed, with what it shows."""
+    return Finding(True, what, "\n".join(lines))
+
+
+def warn(what: str, *lines: str) -> Finding:
+    """A check that passed with a warning."""
+    return Finding(True, what, "\n".join(lines), warning=True)
+
+
+def fail(what: str, *lines: str, fatal: bool = False) -> Finding:
+    """A check that failed."""
+    return Finding(False, what, "\n".join(lines), fatal=fatal)
+
+
+async def tried(what: str, check: Awaitable[None]) -> Finding:
+    """The finding of a check that raises UserCodeError if it fails."""
+    try:
+        await check
+    except UserCodeError as error:
+        return fail(what, str(error))
+    return ok(what)
 
 
 def limited(config: RunConfig) -> RunConfig:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from retrain.assembly import Parts
 from retrain.chat.reasoning import TAGS
@@ -26,6 +25,8 @@ GARBAGE = "]]}> \\boxed{ </think> 1e999 \x00 </think> \ufffd \U0001f642 {{ ((" +
 EMPTY, NONSENSE = "empty reply", "garbage"
 REPLY, ANSWER = "reply ", "answer "
 """How the labels of given replies and of answers begin."""
+Plan = tuple[str, str, Prompt, str]
+"""The label and the place of a case, and what the model says to a prompt."""
 LABEL = 80
 """Characters of an answer that a line shows."""
 ANSWERS = 100
@@ -34,23 +35,13 @@ SECONDS = 10.0
 """After this time no further answer is played, nor scored by the same reward."""
 
 
-class Plan(NamedTuple):
-    """What the model says to a prompt."""
-
-    label: str
-    place: str
-    """The place of its row, if rows of several sources are tried."""
-    prompt: Prompt
-    text: str
-
-
 @dataclass(frozen=True)
 class Case:
     """A rollout, and what its model says."""
 
     label: str
     place: str
-    """As in its plan."""
+    """The place of its row, if rows of several sources are tried."""
     trajectory: Trajectory
 
     def __str__(self) -> str:
@@ -61,21 +52,10 @@ class Case:
         """The reward of the environment's steps."""
         return self.trajectory.rewards.get(ENVIRONMENT, 0.0)
 
-
-class Cases(NamedTuple):
-    """The rollouts that succeed, and the errors of the others."""
-
-    tried: list[Case]
-    answers: list[Case]
-    """Those that say the answers of rows, if the environment gives a reward or a reward reads
-    rows."""
-    failed: Mapping[str, list[str]]
-    """Which cases have each error."""
-
     @property
-    def rewarded(self) -> bool:
-        """Whether the steps of the environment give a reward."""
-        return any(case.given for case in self.tried)
+    def single(self) -> bool:
+        """Whether the model says it once."""
+        return len(self.trajectory.turns) == 1
 
 
 def sampled_rows(prompts: Sequence[Prompt]) -> list[Prompt]:
@@ -88,18 +68,24 @@ def sampled_rows(prompts: Sequence[Prompt]) -> list[Prompt]:
     return list(sources.values())
 
 
-async def played_cases(parts: Parts, rows: Sequence[Prompt], replies: Sequence[str]) -> Cases:
-    """Play each row with its answer, the replies, nothing and garbage."""
+async def played_cases(
+    parts: Parts, rows: Sequence[Prompt], replies: Sequence[str]
+) -> tuple[list[Case], list[Case], Mapping[str, list[str]]]:
+    """Play each row with its answer, the replies, nothing and garbage.
+
+    Returns the rollouts; those that say the answers of rows, if the environment gives a reward or a
+    reward reads rows; and for those that fail, the cases per error.
+    """
     sampler, opener = FixedSampler(), _opener(parts)
     failed: dict[str, list[str]] = {}
 
     async def play(plans: Iterable[Plan]) -> list[Case]:
         cases: list[Case] = []
-        for plan in plans:
-            opened = opener if plan.label.startswith(REPLY) else ""
-            sampler.reply = opened + plan.text.removeprefix(opened)
-            for played in (await slot.play(plan.prompt)).trajectories:
-                case = Case(f"{plan.label} {played.seat}".rstrip(), plan.place, played)
+        for label, place, prompt, text in plans:
+            opened = opener if label.startswith(REPLY) else ""
+            sampler.reply = opened + text.removeprefix(opened)
+            for played in (await slot.play(prompt)).trajectories:
+                case = Case(f"{label} {played.seat}".rstrip(), place, played)
                 if played.outcome == "ok":
                     played.turns = [_without(opened, turn) for turn in played.turns]
                     cases.append(case)
@@ -111,13 +97,18 @@ async def played_cases(parts: Parts, rows: Sequence[Prompt], replies: Sequence[s
         rollouts = scripted(parts.config, sampler, door)
         slot = Slot(1, parts.environment, rollouts, Scorer([]), fault=lambda _: None)
         try:
-            cases = Cases(await play(_plans(parts, rows, replies)), [], failed)
-            judged = cases.rewarded or not parts.scorer.rewards or solved_by_answers(parts.scorer)
-            if cases.tried and judged and not parts.runs_agent:
-                cases.answers.extend(await play(_answers(parts)))
+            cases = await play(_plans(parts, rows, replies))
+            judged = rewarded(parts, cases) or solved_by_answers(parts.scorer)
+            plain = cases and judged and not parts.runs_agent
+            answers = await play(_answers(parts)) if plain else []
         finally:
             await slot.close()
-    return cases
+    return cases, answers, failed
+
+
+def rewarded(parts: Parts, cases: Sequence[Case]) -> bool:
+    """Whether the steps of the environment give a reward, or nothing else does."""
+    return not parts.scorer.rewards or any(case.given for case in cases)
 
 
 def _plans(parts: Parts, rows: Sequence[Prompt], replies: Sequence[str]) -> Iterator[Plan]:
@@ -127,7 +118,7 @@ def _plans(parts: Parts, rows: Sequence[Prompt], replies: Sequence[str]) -> Iter
         if prompt.answer is not None:
             texts = {f"{ANSWER}{shown(prompt.answer, LABEL)}": str(prompt.answer), **texts}
         for label, text in {**texts, EMPTY: "", NONSENSE: GARBAGE}.items():
-            yield Plan(label, place, prompt, text)
+            yield label, place, prompt, text
 
 
 def _answers(parts: Parts) -> Iterator[Plan]:
@@ -138,7 +129,7 @@ def _answers(parts: Parts) -> Iterator[Plan]:
             return
         prompt = parts.prompts.prompt(Ticket(0, index), parts.config.train.seed)
         if prompt.answer is not None:
-            yield Plan(parts.prompts.location(index), "", prompt, str(prompt.answer))
+            yield parts.prompts.location(index), "", prompt, str(prompt.answer)
 
 
 def _opener(parts: Parts) -> str:

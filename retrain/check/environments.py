@@ -13,8 +13,18 @@ from dataclasses import replace
 from typing import Any
 
 from retrain.check.agents import tried_agent
-from retrain.check.bench import INSTANCES, Bench, Say, explained, limited
-from retrain.check.findings import Finding, fail, ok, tried, warn
+from retrain.check.bench import (
+    INSTANCES,
+    Bench,
+    Finding,
+    Say,
+    explained,
+    fail,
+    limited,
+    ok,
+    tried,
+    warn,
+)
 from retrain.check.replay import Played, calls_for, compare, played, texts_for, tools_finding
 from retrain.check.scripted import TEXTS, wrong_calls
 from retrain.config import RunConfig

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from retrain.check.bench import SLOW_SECONDS, Bench
-from retrain.check.findings import Finding, ok, warn
+from retrain.check.bench import SLOW_SECONDS, Bench, Finding, ok, warn
 from retrain.check.scripted import TEXTS, Example, FixedSampler, examples, scripted, wrong_calls
 from retrain.config import RolloutConfig, RunConfig
 from retrain.environment import ToolSpec

@@ -9,6 +9,7 @@ from itertools import groupby
 from typing import Any
 
 from retrain.assembly import Parts
+from retrain.check.bench import Finding, fail, ok, warn
 from retrain.check.cases import (
     ANSWER,
     EMPTY,
@@ -19,10 +20,10 @@ from retrain.check.cases import (
     Case,
     inner,
     played_cases,
+    rewarded,
     sampled_rows,
     solved_by_answers,
 )
-from retrain.check.findings import Finding, fail, ok, warn
 from retrain.errors import BudgetError, RunError, UserCodeError, first_of, shown
 from retrain.scoring import Reward, Scorer, WeightedReward, checked, compares
 from retrain.scoring.composition import ENVIRONMENT
@@ -45,19 +46,18 @@ async def tried_rewards(
     if not replies and all(prompt.answer is None for prompt in rows):
         advice = f"if a column has them, set prompts.answer_column; else {TRY}"
         findings.append(ok("none of the first rows has an answer to try", advice))
-    cases = await played_cases(parts, rows, replies)
-    if not cases.tried:
-        return [*findings, fail("rewards: not tried, because no rollout succeeds", *cases.failed)]
-    if cases.failed:
-        lines = _by_error(cases.failed)
+    cases, answers, failed = await played_cases(parts, rows, replies)
+    if not cases:
+        return [*findings, fail("rewards: not tried, because no rollout succeeds", *failed)]
+    if failed:
         advice = "rollouts with errors are not trained: catch the error in the environment"
-        findings.append(warn("a rollout for the rewards fails", *lines, advice))
-    if said := [_parsed(case) for case in cases.tried if case.label.startswith(REPLY)]:
+        findings.append(warn("a rollout for the rewards fails", *_by_error(failed), advice))
+    if said := [_parsed(case) for case in cases if case.label.startswith(REPLY)]:
         findings.append(ok("the replies, as the rewards get them", *said))
-    if cases.rewarded or not parts.scorer.rewards:
-        values = {str(case): case.given for case in cases.answers if not case.trajectory.seat}
-        findings += [_of_environment(cases.tried), *_of_answers(values)]
-    return [*findings, *await _called(parts.scorer, cases.tried, cases.answers)]
+    if rewarded(parts, cases):
+        values = {str(case): case.given for case in answers if not case.trajectory.seat}
+        findings += [_of_environment(cases), *_of_answers(values)]
+    return [*findings, *await _called(parts.scorer, cases, answers)]
 
 
 async def _called(scorer: Scorer, cases: Sequence[Case], answers: Sequence[Case]) -> list[Finding]:
@@ -151,19 +151,18 @@ def _parsed(case: Case) -> str:
 
 def _of_environment(cases: Sequence[Case]) -> Finding:
     """The reward of the environment's steps: an empty reply must not get all of it."""
-    lines = [f"{case}: {case.given:g}" for case in cases]
-    what = f"reward '{ENVIRONMENT}'"
-    by_row: dict[str, dict[str, Case]] = {}
+    what, lines = f"reward '{ENVIRONMENT}'", [f"{case}: {case.given:g}" for case in cases]
+    rows: dict[str, list[Case]] = {}
     for case in cases:
         if not case.trajectory.seat:
-            by_row.setdefault(case.place, {})[case.label] = case
-    if any(map(_rewards_nothing, by_row.values())):
+            rows.setdefault(case.place, []).append(case)
+    if any(map(_rewards_nothing, rows.values())):
         advice = (
             "an empty reply gets the full reward, so there is nothing to learn: check that the "
             "row contains what the environment compares the reply with, such as tests or an answer"
         )
         return fail(what, *lines, advice)
-    if any(map(_rewards_no_answer, by_row.values())):
+    if any(map(_rewards_no_answer, rows.values())):
         advice = (
             "the answer gets no more than an empty reply: check that it is correct. If a reply "
             f"needs a different format, {TRY}"
@@ -172,19 +171,18 @@ def _of_environment(cases: Sequence[Case]) -> Finding:
     return ok(what, *lines)
 
 
-def _rewards_nothing(played: Mapping[str, Case]) -> bool:
+def _rewards_nothing(row: Sequence[Case]) -> bool:
     """Whether an empty reply gets the full reward from a single step, of the replies to a row."""
-    short = {label: one.given for label, one in played.items() if len(one.trajectory.turns) == 1}
-    empty = short.pop(EMPTY, 0.0)
-    short.pop(NONSENSE, None)
-    return empty > 0 and empty >= max(short.values(), default=1.0)
+    said = [one for one in row if one.single and one.label not in (EMPTY, NONSENSE)]
+    full = max((one.given for one in said), default=1.0)
+    return any(0 < one.given >= full for one in row if one.single and one.label == EMPTY)
 
 
-def _rewards_no_answer(played: Mapping[str, Case]) -> bool:
+def _rewards_no_answer(row: Sequence[Case]) -> bool:
     """Whether the answer of a row gets no more than an empty reply."""
-    answers = [one.given for label, one in played.items() if label.startswith(ANSWER)]
-    single = EMPTY in played and len(played[EMPTY].trajectory.turns) == 1
-    return bool(answers) and max(answers) <= max(played[EMPTY].given if single else 0.0, 0.0)
+    empty = [one.given for one in row if one.single and one.label == EMPTY]
+    answers = [one.given for one in row if one.label.startswith(ANSWER)]
+    return bool(answers) and max(answers) <= max(0.0, *empty)
 
 
 async def _values(

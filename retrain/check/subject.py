@@ -8,9 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from retrain.assembly import Parts, assemble, maker
-from retrain.check.bench import Bench, Say, explained, limited, waiting
+from retrain.check.bench import Bench, Finding, Say, explained, fail, limited, ok, waiting, warn
 from retrain.check.environments import SAMPLES, check_environment, contract
-from retrain.check.findings import Finding, fail, ok, warn
 from retrain.check.rewards import tried_rewards
 from retrain.config import Plugin, PromptsConfig, RunConfig, load_config
 from retrain.config.paths import TINY, find_model
