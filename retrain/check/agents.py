@@ -23,7 +23,7 @@ Play = tuple[int, str]
 """The index of a prompt, and what the model says to it."""
 
 
-class Case(NamedTuple):
+class Attempt(NamedTuple):
     """A rollout of an agent."""
 
     row: int
@@ -43,17 +43,19 @@ async def tried_agent(bench: Bench, replies: Sequence[str]) -> list[Finding]:
     faults = list[str]()
     plays = [(row, replies[0]) for row in range(len(bench.prompts))]
     plays += [(0, reply) for reply in replies[1:]]
-    cases, ended = await _played(bench, plays, faults)
-    lines = list(_failures(cases))
-    if left := len(plays) - len(cases):
+    attempts, ended = await _played(bench, plays, faults)
+    lines = list(_failures(attempts))
+    if left := len(plays) - len(attempts):
         lines.append(f"{left} further rollouts were not tried {ended}")
-    scored = [case.rollout for case in cases if case.rollout.outcome == "ok"]
-    return [*_completed(cases, len(bench.prompts), lines, faults), *_notes(scored)]
+    scored = [attempt.rollout for attempt in attempts if attempt.rollout.outcome == "ok"]
+    return [*_completed(attempts, len(bench.prompts), lines, faults), *_notes(scored)]
 
 
-async def _played(bench: Bench, plays: Sequence[Play], faults: list[str]) -> tuple[list[Case], str]:
+async def _played(
+    bench: Bench, plays: Sequence[Play], faults: list[str]
+) -> tuple[list[Attempt], str]:
     """The rollouts, and why it ended before the last play, if it did."""
-    cases, ended = list[Case](), ""
+    attempts, ended = list[Attempt](), ""
     until, sampler = time.monotonic() + SECONDS, FixedSampler()
     async with doorway(bench.config) as door:
         rollouts = scripted(bench.config, sampler, door)
@@ -63,35 +65,35 @@ async def _played(bench: Bench, plays: Sequence[Play], faults: list[str]) -> tup
                 said = shown(sampler.reply, 24)
                 with bench.waiting(f"the agent, where the model says {said} in row {row}", "agent"):
                     group = await slot.play(bench.prompts[row])
-                cases.append(Case(row, said, group.trajectories[0]))  # all fail alike
-                if cases[-1].rollout.outcome == "timeout":
+                attempts.append(Attempt(row, said, group.trajectories[0]))  # all fail alike
+                if attempts[-1].rollout.outcome == "timeout":
                     ended = "after the timeout"
                 elif bench.blocks.too_long:
                     ended = "because the event loop is blocked"
-                elif time.monotonic() > until and len(cases) >= len(bench.prompts):
+                elif time.monotonic() > until and len(attempts) >= len(bench.prompts):
                     ended = f"after {SECONDS:g} s"
                 if ended:
                     break
         finally:
             await slot.close()
-    return cases, ended
+    return attempts, ended
 
 
 def _completed(
-    cases: Sequence[Case], rows: int, lines: Sequence[str], faults: Sequence[str]
+    attempts: Sequence[Attempt], rows: int, lines: Sequence[str], faults: Sequence[str]
 ) -> Iterator[Finding]:
     """How many rows and rollouts the agent completes. `lines` are about the others."""
-    scored = [case for case in cases if case.rollout.outcome == "ok"]
-    good = [case for case in scored if not case.rollout.agent_error]
-    completed = len({case.row for case in good})
+    scored = [attempt for attempt in attempts if attempt.rollout.outcome == "ok"]
+    good = [attempt for attempt in scored if not attempt.rollout.agent_error]
+    completed = len({attempt.row for attempt in good})
     some = f"the agent completes {completed} of {rows} rows"
-    if len({case.row for case in scored}) < rows:
+    if len({attempt.row for attempt in scored}) < rows:
         yield fail(some, *lines, fatal=not completed)
         lines = ()
     else:
         yield warn(some) if completed < rows else ok(some)
-    ends = f"the agent ends without an error in {len(good)} of {len(cases)} rollouts"
-    if faults or len(scored) < len(cases):
+    ends = f"the agent ends without an error in {len(good)} of {len(attempts)} rollouts"
+    if faults or len(scored) < len(attempts):
         yield fail(ends, *lines, *faults)
     else:
         yield ok(ends, *lines) if good else warn(ends, *lines)
@@ -108,15 +110,17 @@ def _notes(scored: Sequence[Trajectory]) -> Iterator[Finding]:
         yield warn(what, *lines, ALWAYS) if len(errors) == len(scored) else ok(what, *lines)
 
 
-def _failures(cases: Sequence[Case]) -> Iterator[str]:
-    """Lines about each error with its cases, and what to do; those that differ only by the rollout
-    are one error."""
-    kinds: dict[str, list[Case]] = {}
-    for case in cases:
-        if case.rollout.outcome != "ok":
-            kinds.setdefault(alike(case.rollout.info["error"]), []).append(case)
+def _failures(attempts: Sequence[Attempt]) -> Iterator[str]:
+    """Lines about each error, with its attempts and what to do.
+
+    Errors that differ only by the rollout are one.
+    """
+    kinds: dict[str, list[Attempt]] = {}
+    for attempt in attempts:
+        if attempt.rollout.outcome != "ok":
+            kinds.setdefault(alike(attempt.rollout.info["error"]), []).append(attempt)
     for failed in kinds.values():
-        first, always = failed[0].rollout, len(failed) == len(cases)
+        first, always = failed[0].rollout, len(failed) == len(attempts)
         yield first.info["error"]
         yield "  in every rollout" if always else f"  if {', '.join(map(str, failed))}"
         yield f"  {_advice(first, always)}"
