@@ -182,7 +182,7 @@ def _rewards_no_answer(row: Sequence[Case]) -> bool:
     """Whether the answer of a row gets no more than an empty reply."""
     empty = [one.given for one in row if one.single and one.label == EMPTY]
     answers = [one.given for one in row if one.label.startswith(ANSWER)]
-    return bool(answers) and max(answers) <= max(0.0, *empty)
+    return bool(answers) and max(answers) <= max([0.0, *empty])
 
 
 async def _values(
