@@ -20,7 +20,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.mock_engine import MockAdapter, MockOptions, mock_config
-from retrain.errors import CheckpointError
+from retrain.errors import CheckpointError, ConfigError
 from retrain.observe.callbacks import Callback
 from retrain.observe.console import Console
 from retrain.observe.journal import read_lines
@@ -314,7 +314,7 @@ async def test_another_model_or_algorithm_is_refused_on_resume(tmp_path, change,
     await train(config_in(tmp_path))
     changed = config_in(tmp_path, **change)
     parts = parts_with(config_in(tmp_path), MockAdapter(MockOptions(), changed))
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(ConfigError, match=message):
         await train(changed, resume=True, parts=parts)
 
 
