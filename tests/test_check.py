@@ -193,6 +193,17 @@ async def test_shared_state_is_found() -> None:
     assert at_once.what.startswith(f"{INSTANCES} concurrent instances")
 
 
+async def test_an_environment_that_only_one_instance_can_set_up_leaks_no_task() -> None:
+    class Once(Broken):
+        async def setup(self) -> None:
+            if self.played:
+                raise OSError("the port is taken")
+
+    what = {f.what for f in await bad(type("Only", (Once,), {"played": []}))}
+    assert f"{INSTANCES} concurrent instances behave like one" in what
+    assert "no task is leaked" not in what
+
+
 async def test_a_plain_step_is_told_to_be_async() -> None:
     class Plain(Environment):
         def step(self, action: Action) -> StepResult:  # type: ignore[override]  # the mistake

@@ -188,6 +188,9 @@ async def _cancel(bench: Bench) -> None:
             soon.cancel()  # the step may be over
 
     await instance.open()
+    if instance.error is not None:
+        await instance.retire()
+        raise instance.error
     environment, prompt = instance.environment, bench.prompts[0]
     environment.prompt = prompt
     await instance.call("reset", lambda: environment.reset(prompt))
