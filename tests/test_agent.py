@@ -24,8 +24,7 @@ from environments.agent import Agent
 from retrain import Finished, file_of, find_function, parse_config, reward, run_program
 from retrain.agents.server import EndpointServer
 from retrain.assembly import assemble, sections
-from retrain.check import scripted
-from retrain.check.subject import check_environment
+from retrain.check import bench, check_environment
 from retrain.cli.run import main
 from retrain.errors import AdapterError, ConfigError, UserCodeError
 from retrain.observe.run_dir import read_metrics
@@ -729,7 +728,7 @@ async def test_the_check_warns_of_an_agent_that_always_raises(
 async def test_the_check_advises_by_the_error_and_says_what_it_waits_for(
     agents: Path, monkeypatch: pytest.MonkeyPatch, agent: str, advice: str
 ) -> None:
-    monkeypatch.setattr(scripted, "SLOW_SECONDS", 0.0)
+    monkeypatch.setattr(bench, "SLOW_SECONDS", 0.0)
     config, said = config_of(deadlines={"agent": 0.3}), list[str]()
     prompts = [PROMPT, replace(PROMPT, metadata={"n": 2})]
     make = partial(Agent, run=f"{agents}:{agent}")

@@ -15,7 +15,7 @@ from retrain.chat import Chat, Conversation
 from retrain.chat.formats.hermes import Hermes
 from retrain.chat.template import NOT_SHOWN
 from retrain.chat.tools import as_template
-from retrain.check.subject import check_subject
+from retrain.check import check_subject
 from retrain.config import RunConfig, parse_config
 from retrain.errors import ConfigError, PluginError
 from retrain.types import Message

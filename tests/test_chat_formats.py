@@ -18,7 +18,7 @@ from retrain.assembly import tool_format
 from retrain.chat import Chat, Conversation
 from retrain.chat.probing import format_named, formats
 from retrain.chat.tools import parse_reply
-from retrain.check.scripted import Script, scripted
+from retrain.check.scripted import FixedSampler, scripted
 from retrain.config import Plugin, RunConfig
 from retrain.engine.tiny import tiny_tokenizer
 from retrain.environment import Action, Environment, StepResult, ToolSpec
@@ -387,7 +387,7 @@ async def test_rewards_get_the_answer_as_completion_and_may_ask_for_the_reasonin
         asked.append((completion, reasoning, trajectory.turns[-1].completion.text))
         return 1.0
 
-    script = Script()
+    script = FixedSampler()
     script.reply = "<think>Hm</think>4"
     config = RunConfig(prompts=Plugin(type="list"))
     slot = Slot(1, make, scripted(config, script), Scorer([WeightedReward("own", 1.0, judge)]))

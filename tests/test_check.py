@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 
 import pytest
 
-from retrain.check.scripted import Finding
-from retrain.check.subject import INSTANCES, check_environment
+from retrain.check import Finding, check_environment
+from retrain.check.bench import INSTANCES
 from retrain.cli.commands import command
 from retrain.environment import Action, Environment, StepResult, ToolSpec
 from retrain.types import Message, Prompt
@@ -61,7 +61,9 @@ class Broken(Environment):
         if self.fault == "task":
             self.task = asyncio.create_task(asyncio.sleep(60), name="forgotten")
         if self.fault == "blocks":
-            time.sleep(0.4)  # noqa: ASYNC251 - the mistake
+            until = time.thread_time() + 0.4  # of CPU time: other processes can't hide it
+            while time.thread_time() < until:
+                pass
         if self.fault == "swallows":
             with suppress(asyncio.CancelledError):
                 await asyncio.sleep(0)
@@ -191,6 +193,17 @@ async def test_shared_state_is_found() -> None:
     assert at_once.what.startswith(f"{INSTANCES} concurrent instances")
 
 
+async def test_an_environment_that_only_one_instance_can_set_up_leaks_no_task() -> None:
+    class Once(Broken):
+        async def setup(self) -> None:
+            if self.played:
+                raise OSError("the port is taken")
+
+    what = {f.what for f in await bad(type("Only", (Once,), {"played": []}))}
+    assert f"{INSTANCES} concurrent instances behave like one" in what
+    assert "no task is leaked" not in what
+
+
 async def test_a_plain_step_is_told_to_be_async() -> None:
     class Plain(Environment):
         def step(self, action: Action) -> StepResult:  # type: ignore[override]  # the mistake
@@ -268,7 +281,7 @@ def test_the_command_checks_a_file_and_a_config(
 def checked_in_half_a_second(folder: Path, target: str) -> subprocess.CompletedProcess[str]:
     """`retrain check target` in a process that the watch ends after 0.5 s without the loop."""
     script = (
-        "import sys, retrain.check.subject\nretrain.check.DEADLINE = 0.5\n"
+        "import sys, retrain.check.bench\nretrain.check.bench.DEADLINE = 0.5\n"
         f"from retrain.cli.commands import command\nsys.exit(command(['check', '{target}']))"
     )
     return subprocess.run(

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from retrain.check import replay, subject
-from retrain.check.subject import INSTANCES
+from retrain.check import bench, replay
 from retrain.cli.commands import command
 from retrain.config import RunConfig
 from retrain.config.plugins import find_object
@@ -306,7 +305,7 @@ def test_the_tools_of_a_config_are_called_a_few_times_and_their_results_shown(
     at = lines.index("warn  the result of a tool differs for the same call")
     assert lines[at + 1] == "      clock called with {}: got '0', then '1'"
     calls = find_object("t.py:calls", own_folder, "")
-    assert calls.count(1.0) == 2 + INSTANCES, "once per rollout, of the first row"
+    assert calls.count(1.0) == 2 + bench.INSTANCES, "once per rollout, of the first row"
     assert calls.count("slow") == 1
     assert not caplog.records, "nothing about a chat template"
     assert command(["check", "t.py:area"]) == 2
@@ -378,7 +377,7 @@ def test_the_reward_of_the_environment_is_shown_and_an_empty_reply_must_not_get_
     assert [line for line in lines if "OSError" in line] == ["      Down.setup raised OSError: a"]
     assert lines[-1].startswith("FAIL  rewards")
 
-    monkeypatch.setattr(subject, "DEADLINE", 1.0)  # a blocked loop ends the process after it
+    monkeypatch.setattr(bench, "DEADLINE", 1.0)  # a blocked loop ends the process after it
     for keys, said in (
         ([], "1 s, the limit of this check. To raise it, set deadlines.step."),
         (["deadlines.step=0.06"], "deadlines.step = 0.06 s"),
@@ -386,7 +385,7 @@ def test_the_reward_of_the_environment_is_shown_and_an_empty_reply_must_not_get_
         code, lines = shown("Late", *keys)
         assert code == 1
         assert f"      look called with {{}}: Late.step took longer than {said}" in lines
-    assert subject._limited(RunConfig()).deadlines.setup == 300, "an index may take long to load"
+    assert bench.limited(RunConfig()).deadlines.setup == 300, "an index may take long to load"
 
 
 def test_an_error_names_a_line_of_the_users_files_only(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from retrain.algorithms.credit import returns_of
 from retrain.algorithms.grpo import GRPO
 from retrain.algorithms.reinforce import Reinforce
 from retrain.algorithms.rloo import RLOO
-from retrain.check.scripted import Script, scripted
+from retrain.check.scripted import FixedSampler, scripted
 from retrain.config import parse_config
 from retrain.rollout import Slot
 from retrain.scoring import Scorer, Term, reward
@@ -131,7 +131,7 @@ class Steps(Environment):
 
 
 async def test_the_reward_of_each_step_reaches_its_turn_with_the_environments_weight():
-    script = Script()
+    script = FixedSampler()
     script.reply = "ab"
     slot = Slot(1, Steps, scripted(parse_config({"prompts": ["a"]}), script), Scorer([HALF]))
     try:

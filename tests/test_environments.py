@@ -8,7 +8,7 @@ import pytest
 
 from environments.guess_number import GuessNumber
 from retrain import Action, Prompt, StepResult
-from retrain.check.subject import check_subject
+from retrain.check import check_subject
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -26,7 +26,7 @@ from environments.openenv import OpenEnv
 from environments.reasoning_gym import ReasoningGym
 from environments.textarena import TextArena
 from retrain import Action, Environment, Prompt, StepResult, UserCodeError
-from retrain.check.subject import check_subject
+from retrain.check import check_subject
 from retrain.cli.run import main
 from retrain.observe.callbacks import tenths
 from retrain.observe.run_dir import read_metrics

@@ -21,7 +21,7 @@ import pytest
 
 from retrain.cli.run import main
 from retrain.config import RunConfig, load_config
-from retrain.observe.callbacks import Callback, Run
+from retrain.observe.callbacks import Callback, RunFace
 from retrain.observe.run_dir import read_events, read_metrics, surviving
 from retrain.pipeline import train
 from retrain.service.store import CheckpointStore
@@ -168,7 +168,7 @@ class Waits(Callback):
     def __init__(self) -> None:
         self.saved, self.goes_on = asyncio.Event(), asyncio.Event()
 
-    async def on_checkpoint(self, trainer: Run, step: int, path: Path) -> None:
+    async def on_checkpoint(self, trainer: RunFace, step: int, path: Path) -> None:
         self.saved.set()
         await self.goes_on.wait()
 

@@ -18,7 +18,7 @@ from retrain.agents.server import EndpointServer
 from retrain.algorithms.batching import make_samples
 from retrain.assembly import assemble
 from retrain.chat import Chat
-from retrain.check.subject import check_environment, check_subject
+from retrain.check import check_environment, check_subject
 from retrain.config import EndpointConfig, Plugin, RunConfig, load_config
 from retrain.environment import Action, Environment, StepResult
 from retrain.errors import ConfigError, NoSignalError

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from benchmarks.mock_engine import CharacterTokenizer, MockAdapter, MockOptions, mock_config
 from retrain.chat import Chat
 from retrain.chat.formats.hermes import Hermes
-from retrain.check.subject import check_environment
+from retrain.check import check_environment
 from retrain.environment import Environment, StepResult, ToolSpec
 from retrain.errors import UserCodeError, blame, shown
 from retrain.pipeline import train

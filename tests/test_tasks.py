@@ -11,7 +11,7 @@ import pytest
 
 from retrain import Action, Environment, Prompt, PromptSource, Row, StepResult
 from retrain.assembly import Given, assemble
-from retrain.check.subject import check_environment, check_subject
+from retrain.check import check_environment, check_subject
 from retrain.cli.run import main
 from retrain.config import parse_config
 from retrain.errors import ConfigError

@@ -18,7 +18,7 @@ import pytest
 from environments.tools import Tools
 from retrain import ConfigError, Prompt, ToolError, find_object
 from retrain.chat.tools import check_tools
-from retrain.check.subject import check_environment
+from retrain.check import check_environment
 from retrain.pipeline.meter import Meter
 from retrain.types import Group, Trajectory
 from tests.tools_kit import PROMPT, ROOT, answers, played, reply, written

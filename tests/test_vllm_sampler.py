@@ -21,7 +21,7 @@ from retrain.engine.tiny import tiny_tokenizer
 from retrain.engine.weights import LoraWeights, lora_snapshot, snapshot
 from retrain.errors import AdapterError, ConfigError
 from retrain.sampler import SamplingParams
-from retrain.vllm.checks import Needs, check_logprobs, check_server, probe_of
+from retrain.vllm.checks import ServerNeeds, check_logprobs, check_server, probe_of
 from retrain.vllm.client import LARGE, AdapterSlots, VllmClient, decoded
 from retrain.vllm.opening import Opening, open_vllm
 from retrain.vllm.options import VllmOptions
@@ -429,7 +429,7 @@ async def test_a_server_with_wrong_flags_is_named_with_the_right_ones(
     with stand_in(folder, defaults=flags) as server:
         async with VllmClient(server.url) as client:
             with pytest.raises(ConfigError, match=message) as caught:
-                await check_server(client, Needs(way, **values))
+                await check_server(client, ServerNeeds(way, **values))
     assert len(caught.value.problems) == 1
 
 
@@ -440,7 +440,7 @@ async def test_a_server_that_fits_passes(model: PreTrainedModel, server: StandIn
         await client.pause("recompute")
         for way in ("folder", "group", "adapter"):
             found = await check_server(
-                client, Needs(way, vocabulary, 512, lora=AdapterSlots(16, 3))
+                client, ServerNeeds(way, vocabulary, 512, lora=AdapterSlots(16, 3))
             )  # type: ignore[arg-type]
             assert (found.context, found.cpu) == (512, True)
 

@@ -83,7 +83,7 @@ def fitted(
     return replace(params, **{**options, "max_tokens": min(wanted, room)})
 
 
-class Sample(Protocol):
+class SampleCall(Protocol):
     """Samples `n` completions; the same `key` gets the same seed.
 
     Raises CallError if the prompt leaves no room for a token, and what the sampler raises.
@@ -94,7 +94,7 @@ class Sample(Protocol):
     ) -> Coroutine[Any, Any, list[Completion]]: ...
 
 
-class Watch(Protocol):
+class ReplyFollower(Protocol):
     """Follows the replies to a call, as `options["watch"]`; the sampler gives it the tokens."""
 
     spell: Callable[[Sequence[int]], str]
@@ -107,7 +107,7 @@ class Calls:
     def __init__(
         self,
         chat: Chat,
-        sample: Sample,
+        sample: SampleCall,
         max_turns: int,
         max_tokens: int | None,
         first_call: int = 0,
@@ -148,8 +148,8 @@ class Calls:
     ) -> list[Reply]:
         """`n` replies to a history; raises CallError.
 
-        `options` are fields of SamplingParams to use instead of the run's, and a Watch. With
-        `continues`, which a run doesn't use, the replies continue the last message.
+        `options` are fields of SamplingParams to use instead of the run's, and a ReplyFollower.
+        With `continues`, which a run doesn't use, the replies continue the last message.
         """
         self._admit(n)
         place, found, asked, conversation = self._conversation(messages, tools, seat, continues)
@@ -364,7 +364,7 @@ class Calls:
         return (text.partition(stop)[0], stop) if stop else (text, "")
 
     def _watch(self, options: Mapping[str, Any], spell: Callable[[Sequence[int]], str]) -> None:
-        """Let the Watch of a call spell its replies, up to where a stop string may begin."""
+        """Let a call's ReplyFollower spell its replies, up to where a stop string may begin."""
         if (watch := options.get("watch")) is not None:
             starts = {
                 stop[:i] for stop in options.get("stop", self._stop) for i in range(len(stop))

@@ -16,7 +16,7 @@ from retrain.agents.openai import error_body
 
 
 class Live:
-    """Follows the replies to a call; a `rollout.calls.Watch`. Made on the event loop."""
+    """Follows the replies to a call; a `calls.ReplyFollower`. Made on the event loop."""
 
     spell: Callable[[Sequence[int]], str]
 

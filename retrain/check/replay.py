@@ -12,23 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from retrain.check.scripted import (
-    SLOW_SECONDS,
-    TEXTS,
-    Blocks,
-    Call,
-    Finding,
-    Say,
-    Script,
-    examples,
-    scripted,
-    waiting,
-    wrong_calls,
-)
-from retrain.config import DeadlinesConfig, RolloutConfig, RunConfig
+from retrain.check.bench import SLOW_SECONDS, Bench, Finding, ok, warn
+from retrain.check.scripted import TEXTS, Example, FixedSampler, examples, scripted, wrong_calls
+from retrain.config import RolloutConfig, RunConfig
 from retrain.environment import ToolSpec
 from retrain.errors import UserCodeError, shown
 from retrain.rollout.instance import Instance
+from retrain.supervision.boundary import boundary
 from retrain.types import Message, Prompt, Trajectory
 
 TURNS = 8
@@ -42,7 +32,7 @@ class Play:
 
     prompt: Prompt
     reply: str
-    call: Call | None = None
+    call: Example | None = None
 
     def __str__(self) -> str:
         return str(self.call) if self.call else f"the reply {shown(self.reply, 40)}"
@@ -50,13 +40,19 @@ class Play:
 
 @dataclass(frozen=True)
 class Played:
-    """What an environment responded."""
+    """What an environment responded to a play."""
 
+    play: Play
     fixed: Any
     """What must repeat itself: all but the results of tools."""
     results: tuple[str, ...]
     """The results of tools."""
     seconds: float
+
+    @property
+    def slow(self) -> bool:
+        """Whether it is a slow call of a tool, which has shown what it does."""
+        return self.play.call is not None and self.seconds > SLOW_SECONDS
 
 
 def texts_for(prompts: Sequence[Prompt]) -> list[Play]:
@@ -71,30 +67,25 @@ def calls_for(prompt: Prompt, tools: Sequence[ToolSpec]) -> list[Play]:
 
 
 async def played(
-    instances: Sequence[Instance],
-    plays: Sequence[Play],
-    limits: DeadlinesConfig,
-    say: Say,
-    blocks: Blocks,
+    bench: Bench, instances: Sequence[Instance], plays: Sequence[Play]
 ) -> list[list[Played]]:
-    """What each environment responds to the plays in turn, all environments at once.
+    """What each instance responds to the plays in turn, all instances at once.
 
-    It ends before the last play if `blocks` says so, or after SECONDS, but no tool is left out for
-    being slow. Raises UserCodeError for a rollout that fails.
+    It ends before the last play if the loop is blocked, or after SECONDS, but no tool is left out
+    for being slow. Raises UserCodeError for a rollout that fails.
     """
-    script = Script()
-    config = RunConfig(rollout=RolloutConfig(max_turns=TURNS), deadlines=limits)
-    rollouts = scripted(config, script)
+    sampler = FixedSampler()
+    rollout = RolloutConfig(max_turns=TURNS)
+    rollouts = scripted(RunConfig(rollout=rollout, deadlines=bench.config.deadlines), sampler)
     found: list[list[Played]] = [[] for _ in instances]
     until = time.monotonic() + SECONDS
     for play in plays:
         late = time.monotonic() > until and not play.call
-        if found[0] and (late or blocks.too_long):
+        if found[0] and (late or bench.blocks.too_long):
             break
-        script.reply = play.reply
+        sampler.reply = play.reply
         began = time.monotonic()
-        limit = f"at most {limits.step:g} s per step (deadlines.step)"
-        with waiting(say, f"{instances[0].name} after {play}: {limit}"):
+        with bench.waiting(f"each step of {instances[0].name} after {play}", "step"):
             # each as the first rollout of a group: the others may differ by `prompt.index`
             groups = await asyncio.gather(*(rollouts.play(play.prompt, [i]) for i in instances))
         seconds = time.monotonic() - began
@@ -115,17 +106,11 @@ def _played(play: Play, trajectories: Sequence[Trajectory], seconds: float) -> P
         results += [m["content"] for m in said if m["role"] == "tool"]
         blank = [Message(**{**m, "content": ""}) if m["role"] == "tool" else m for m in said]
         fixed.append((blank, trajectory.rewards, len(trajectory.turns)))
-    return Played(fixed, tuple(results), seconds)
-
-
-def repeatable(plays: Sequence[Play], first: Sequence[Played]) -> list[tuple[Play, Played]]:
-    """All plays but slow calls of tools, which have shown what they do."""
-    pairs = zip(plays, first, strict=True)
-    return [(play, own) for play, own in pairs if not play.call or own.seconds <= SLOW_SECONDS]
+    return Played(play, fixed, tuple(results), seconds)
 
 
 def compare(
-    pairs: Sequence[tuple[Play, Played]], others: Sequence[Sequence[Played]], advice: str
+    first: Sequence[Played], others: Sequence[Sequence[Played]], advice: str
 ) -> dict[str, str]:
     """The results of tools that differ, a line per call.
 
@@ -133,11 +118,15 @@ def compare(
     """
     lines: dict[str, str] = {}
     for other in others:
-        for (play, one), two in zip(pairs, other, strict=False):  # it may end early
-            if one.fixed != two.fixed:
-                raise UserCodeError(f"{advice}\nto {play}, got {_both(one.fixed, two.fixed)}")
+        for one, two in zip(first, other, strict=False):  # it may end early
+            with boundary("a comparison"):
+                same = one.fixed == two.fixed
+            if not same:
+                both = _both(one.fixed, two.fixed)
+                raise UserCodeError(f"{advice}\nto {one.play}, got {both}")
             if one.results != two.results:
-                lines.setdefault(str(play), f"{play}: got {_both(one.results, two.results)}")
+                both = _both(one.results, two.results)
+                lines.setdefault(str(one.play), f"{one.play}: got {both}")
     return lines
 
 
@@ -148,17 +137,18 @@ def _both(one: Any, two: Any) -> str:
     return f"{shown(one)}, then {shown(two)}"
 
 
-def tools_finding(plays: Sequence[Play], first: Sequence[Played]) -> Finding:
+def tools_finding(calls: Sequence[Played]) -> Finding:
     """What each tool returned."""
-    lines, fails = [], False
-    for play, own in zip(plays, first, strict=True):
-        if play.call:
-            result = own.results[0] if own.results else None
-            slow = f" in {own.seconds:.1f} s, not repeated" if own.seconds > SLOW_SECONDS else ""
-            shows = "no message with the role 'tool'" if result is None else shown(result, 200)
-            lines.append(f"{play} -> {shows}{slow}")
-            fails = fails or (result or "").startswith("error")
-    names = ", ".join(play.call.name for play in plays if play.call)
-    if fails:
-        lines.append("the arguments are made up: ignore an error only if the tool rejects them")
-    return Finding(True, f"tools: {names}", "\n".join(lines), warning=fails)
+    names = [own.play.call.name for own in calls if own.play.call]
+    what = f"tools: {', '.join(names)}"
+    lines = [_result_line(own) for own in calls]
+    if any(result.startswith("error") for own in calls for result in own.results[:1]):
+        advice = "the arguments are made up: ignore an error only if the tool rejects them"
+        return warn(what, *lines, advice)
+    return ok(what, *lines)
+
+
+def _result_line(own: Played) -> str:
+    result = shown(own.results[0], 200) if own.results else "no message with the role 'tool'"
+    slow = f" in {own.seconds:.1f} s, not repeated" if own.slow else ""
+    return f"{own.play} -> {result}{slow}"

@@ -18,7 +18,7 @@ from retrain.cli.run import main as run_command
 from retrain.errors import nearest
 
 if TYPE_CHECKING:
-    from retrain.check.scripted import Finding
+    from retrain.check import Finding
 
 COMMANDS = {
     "run": "train from a YAML file",
@@ -89,7 +89,8 @@ async def _watched_check(
     subject: str, keys: Sequence[str], replies: Sequence[str]
 ) -> list[Finding]:
     """With a watch: code that blocks the loop can't be cancelled, so it ends the process."""
-    from retrain.check.subject import DEADLINE, check_subject
+    from retrain.check import check_subject
+    from retrain.check.bench import DEADLINE
     from retrain.supervision.watch import Watch
 
     tell = partial(print, "FAIL ", flush=True)

@@ -37,7 +37,7 @@ Hook = Literal[
 ]  # fmt: skip
 
 
-class Run(Protocol):
+class RunFace(Protocol):
     """The running training, as callbacks see it: the `trainer` of every hook."""
 
     @property
@@ -124,28 +124,28 @@ class Callback:
     that blocks it for `deadlines.blocked` ends the process, without a checkpoint.
     """
 
-    def on_train_begin(self, trainer: Run) -> Any:  # any: None, or an awaitable of it
+    def on_train_begin(self, trainer: RunFace) -> Any:  # any: None, or an awaitable of it
         """Once, before the first rollout."""
 
-    def on_step_begin(self, trainer: Run, step: int) -> Any:
+    def on_step_begin(self, trainer: RunFace, step: int) -> Any:
         """Before optimizer step `step` (from 1) waits for its batch."""
 
-    def on_step_end(self, trainer: Run, step: int, metrics: Metrics) -> Any:
+    def on_step_end(self, trainer: RunFace, step: int, metrics: Metrics) -> Any:
         """After the new weights are served; `metrics` is the line of metrics.jsonl."""
 
-    def on_epoch_begin(self, trainer: Run, epoch: int) -> Any:
+    def on_epoch_begin(self, trainer: RunFace, epoch: int) -> Any:
         """Before the first step of an epoch (from 1), unless one step takes the whole epoch."""
 
-    def on_epoch_end(self, trainer: Run, epoch: int, metrics: Metrics) -> Any:
+    def on_epoch_end(self, trainer: RunFace, epoch: int, metrics: Metrics) -> Any:
         """After the step that completes an epoch's number of prompts."""
 
-    def on_eval_end(self, trainer: Run, step: int, metrics: Metrics) -> Any:
+    def on_eval_end(self, trainer: RunFace, step: int, metrics: Metrics) -> Any:
         """After the evaluation of held-out prompts with the weights of `step`."""
 
-    def on_checkpoint(self, trainer: Run, step: int, path: Path) -> Any:
+    def on_checkpoint(self, trainer: RunFace, step: int, path: Path) -> Any:
         """After the checkpoint at `path` is complete."""
 
-    def on_train_end(self, trainer: Run, result: TrainingResult) -> Any:
+    def on_train_end(self, trainer: RunFace, result: TrainingResult) -> Any:
         """Once, however the run ends, before the run directory is closed."""
 
     def state_dict(self) -> Any:

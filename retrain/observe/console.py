@@ -18,7 +18,7 @@ from rich.live import Live
 from rich.text import Text
 
 from retrain.errors import first_of, printable
-from retrain.observe.callbacks import Callback, Run, TrainingResult
+from retrain.observe.callbacks import Callback, RunFace, TrainingResult
 from retrain.observe.progress import RunProgress, closing, counted_steps, evaluation, near
 from retrain.observe.streams import let_go
 from retrain.types import Metrics
@@ -70,7 +70,7 @@ class Console(Callback):
         self._progress.note = text
         return self._live is not None and self._live.is_started
 
-    def on_train_begin(self, trainer: Run) -> None:
+    def on_train_begin(self, trainer: RunFace) -> None:
         self.training = True
         self._progress = RunProgress(
             trainer.total_steps,
@@ -102,7 +102,7 @@ class Console(Callback):
             )
             self._live.start()
 
-    def on_step_end(self, trainer: Run, step: int, metrics: Metrics) -> None:
+    def on_step_end(self, trainer: RunFace, step: int, metrics: Metrics) -> None:
         self._progress.add(step, metrics)
         now = self._clock()
         wait = self._every_seconds if self._notebook is None else 0.0
@@ -110,14 +110,14 @@ class Console(Callback):
         if self._live is None and due:
             self._print_step(now)
 
-    def on_eval_end(self, trainer: Run, step: int, metrics: Metrics) -> None:
+    def on_eval_end(self, trainer: RunFace, step: int, metrics: Metrics) -> None:
         self._say(f"step {step}  evaluation: {evaluation(metrics)}")
 
-    def on_checkpoint(self, trainer: Run, step: int, path: Path) -> None:
+    def on_checkpoint(self, trainer: RunFace, step: int, path: Path) -> None:
         if self._live is None and self._notebook is None:
             self._say(f"step {step}  checkpoint: {near(path)}")
 
-    def on_train_end(self, trainer: Run, result: TrainingResult) -> None:
+    def on_train_end(self, trainer: RunFace, result: TrainingResult) -> None:
         if result.status == "failed" and not trainer.run_dir.begun:
             return  # the error says all, and the run directory is removed
         if self._live is not None:
@@ -147,7 +147,7 @@ class Console(Callback):
         self._terminal.print(text, soft_wrap=True)
 
 
-def _since(trainer: Run) -> str:
+def _since(trainer: RunFace) -> str:
     if 0 < trainer.total_steps <= trainer.step:
         return f", already completed: step {trainer.step}"
     if trainer.step:

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from retrain.agents.calls import NOTHING, CallError, Calls, Reply, Sample, fitted
+from retrain.agents.calls import NOTHING, CallError, Calls, Reply, SampleCall, fitted
 from retrain.chat import Chat
 from retrain.environment import StepResult, ToolSpec
 from retrain.errors import UserCodeError
@@ -114,7 +114,7 @@ class AgentRun(Episode):
     async def _sample(
         self, prompt_ids: list[int], n: int, key: str, options: Mapping[str, Any]
     ) -> list[Completion]:
-        """Sample for an agent's call; see `calls.Sample`."""
+        """Sample for an agent's call; see `calls.SampleCall`."""
         shared, options = self.shared, {"seed": self.seed(key), **options}
         params = fitted(shared.params, prompt_ids, shared.context_length, options)
         try:
@@ -142,7 +142,7 @@ class SeatedCalls(Calls):
     def __init__(
         self,
         chat: Chat,
-        sample: Sample,
+        sample: SampleCall,
         limits: tuple[int, int | None],
         seats: Seats,
         ask: Ask,

@@ -22,8 +22,7 @@ from pydantic import AfterValidator, Field
 from retrain.assembly import Given, Parts, assemble
 from retrain.config import RunConfig
 from retrain.errors import CheckpointError, NotFoundError, RewardError, shown
-from retrain.observe.callbacks import Callback, Callbacks, TrainingResult
-from retrain.observe.callbacks import Run as RunFace
+from retrain.observe.callbacks import Callback, Callbacks, RunFace, TrainingResult
 from retrain.observe.naming import unused_folder
 from retrain.pipeline import train
 from retrain.pipeline.checkpoint import DATA, MANIFEST, MODEL, changes, copy, verified

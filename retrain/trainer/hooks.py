@@ -13,8 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
-from retrain.observe.callbacks import Callbacks, Nested, TrainingResult
-from retrain.observe.callbacks import Run as RunFace
+from retrain.observe.callbacks import Callbacks, Nested, RunFace, TrainingResult
 from retrain.pipeline.checkpoint import copy
 from retrain.pipeline.resume import checkpoint
 from retrain.pipeline.run import Run

@@ -53,7 +53,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Needs:
+class ServerNeeds:
     """What a run needs of each server."""
 
     way: Literal["adapter", "folder", "group"]
@@ -87,7 +87,7 @@ async def wait_until_up(client: VllmClient, limit: float | None) -> None:
         await asyncio.sleep(POLL)
 
 
-async def check_server(client: VllmClient, needs: Needs) -> Facts:
+async def check_server(client: VllmClient, needs: ServerNeeds) -> Facts:
     """Whether a running server fits; raises ConfigError with all problems of its flags."""
     await _check_release(client)
     models = [str(model["id"]) for model in await client.models() if not model.get("parent")]
@@ -137,7 +137,7 @@ async def _check_release(client: VllmClient) -> None:
         )
 
 
-def _flags(facts: Facts, needs: Needs) -> Iterator[str]:
+def _flags(facts: Facts, needs: ServerNeeds) -> Iterator[str]:
     if other := _sizes(facts.config, needs.config):
         yield (
             f"serves a different model ({facts.model} has {other}). Start it with the run's `model`"
@@ -190,7 +190,7 @@ def _adapters(found: AdapterSlots | None, wanted: AdapterSlots) -> Iterator[str]
         )
 
 
-async def _check_generate(client: VllmClient, needs: Needs) -> None:
+async def _check_generate(client: VllmClient, needs: ServerNeeds) -> None:
     """One request with the highest id: a smaller vocabulary is another model's."""
     settings = {"max_tokens": 1, "logprobs": 0, "detokenize": False}
     body = {"token_ids": [needs.vocabulary - 1], "sampling_params": settings}
@@ -210,7 +210,7 @@ async def _check_generate(client: VllmClient, needs: Needs) -> None:
         raise _wrong(client, "does not return weight versions. Upgrade it to vLLM 0.32 or later")
 
 
-def _refusal(error: RemoteError, needs: Needs) -> str | None:
+def _refusal(error: RemoteError, needs: ServerNeeds) -> str | None:
     """What a status of the first request says about the server."""
     said, highest = error.args[0], needs.vocabulary - 1
     if error.status is None or error.status >= 500:  # None: the server has died

@@ -19,7 +19,7 @@ from retrain.errors import AdapterError, ConfigError
 from retrain.sampler import Tokenizer
 from retrain.supervision.sharing import Capacity
 from retrain.vllm.checkpoint import WeightStore
-from retrain.vllm.checks import START, Needs, check_server, wait_until_up
+from retrain.vllm.checks import START, ServerNeeds, check_server, wait_until_up
 from retrain.vllm.client import AdapterSlots, Facts, VllmClient
 from retrain.vllm.delivery import AdapterDelivery, Delivery, FolderDelivery
 from retrain.vllm.fleet import ALL, Fleet, Member
@@ -78,7 +78,7 @@ async def open_vllm(
 
     Raises ConfigError if a server doesn't fit, AdapterError if one can't be started or reached.
     """
-    needs = Needs(
+    needs = ServerNeeds(
         options.way(lora=opening.lora is not None),
         opening.limits.vocabulary,
         opening.tokens,
@@ -127,7 +127,7 @@ async def _members(options: VllmOptions, opening: Opening, stack: AsyncExitStack
     ]
 
 
-async def _checked(member: Member, needs: Needs, logs: Path) -> Facts:
+async def _checked(member: Member, needs: ServerNeeds, logs: Path) -> Facts:
     """As `check_server`; the error of a server of ours that failed or died quotes its log."""
     try:
         return await check_server(member.client, needs)

@@ -62,7 +62,7 @@ class Voice:
     async def _sample(
         self, prompt_ids: list[int], n: int, key: str, options: Mapping[str, Any]
     ) -> list[Completion]:
-        """See `calls.Sample`; without a seed of the client, replies differ from call to call."""
+        """See `calls.SampleCall`; without a seed of the client, replies differ between calls."""
         options = dict(options)
         extra, watch = options.pop("extra", Extra()), options.pop("watch", None)
         try:

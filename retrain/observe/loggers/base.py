@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 
 from retrain.errors import ConfigError, install_command
-from retrain.observe.callbacks import Callback, Run, TrainingResult
+from retrain.observe.callbacks import Callback, RunFace, TrainingResult
 from retrain.types import Metrics
 
 QUEUE_ROWS = 1000
@@ -62,7 +62,7 @@ class Logger(Callback, ABC):
             )
 
     @abstractmethod
-    def open(self, trainer: Run) -> None:
+    def open(self, trainer: RunFace) -> None:
         """Connect, or make the files; `trainer.config` and `trainer.run_dir.path` say for what."""
 
     @abstractmethod
@@ -72,20 +72,20 @@ class Logger(Callback, ABC):
     def close(self) -> None:
         """Hand over what is left."""
 
-    def on_train_begin(self, trainer: Run) -> None:
+    def on_train_begin(self, trainer: RunFace) -> None:
         self._rows = queue.Queue(QUEUE_ROWS)
         self._thread = threading.Thread(
             target=self._work, args=(trainer,), name=f"retrain-{type(self).__name__}", daemon=True
         )
         self._thread.start()
 
-    def on_step_end(self, trainer: Run, step: int, metrics: Metrics) -> None:
+    def on_step_end(self, trainer: RunFace, step: int, metrics: Metrics) -> None:
         self._put(step, metrics)
 
-    def on_eval_end(self, trainer: Run, step: int, metrics: Metrics) -> None:
+    def on_eval_end(self, trainer: RunFace, step: int, metrics: Metrics) -> None:
         self._put(step, {f"eval/{key.removeprefix('eval/')}": metrics[key] for key in metrics})
 
-    async def on_train_end(self, trainer: Run, result: TrainingResult) -> None:
+    async def on_train_end(self, trainer: RunFace, result: TrainingResult) -> None:
         if self._thread is None:
             return
         ended = await asyncio.to_thread(self._end)
@@ -123,7 +123,7 @@ class Logger(Callback, ABC):
             self._thread.join(self.close_seconds)
         return not self._thread.is_alive()
 
-    def _work(self, trainer: Run) -> None:
+    def _work(self, trainer: RunFace) -> None:
         row: _Row | None = (0, {})
         try:
             self.open(trainer)

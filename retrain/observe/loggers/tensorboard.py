@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from retrain.observe.callbacks import Run
+from retrain.observe.callbacks import RunFace
 from retrain.observe.loggers.base import Logger
 from retrain.types import Metrics
 
@@ -16,7 +16,7 @@ class TensorBoardLogger(Logger):
     library = "tensorboardX"
     extra = "tensorboard"
 
-    def open(self, trainer: Run) -> None:
+    def open(self, trainer: RunFace) -> None:
         module: Any = importlib.import_module("tensorboardX")  # any: it ships no types
         again = {"purge_step": trainer.step + 1} if trainer.run_dir.resumed else {}
         self._writer = module.SummaryWriter(str(trainer.run_dir.path / "tensorboard"), **again)

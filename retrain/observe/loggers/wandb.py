@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from retrain.observe.callbacks import Run
+from retrain.observe.callbacks import RunFace
 from retrain.observe.loggers.base import Logger
 from retrain.observe.run_dir import resolved
 from retrain.types import Metrics
@@ -30,7 +30,7 @@ class WandbLogger(Logger):
         super().__init__()
         self._project, self._name_given, self._settings = project, name, settings
 
-    def open(self, trainer: Run) -> None:
+    def open(self, trainer: RunFace) -> None:
         wandb: Any = importlib.import_module(self.library)  # any: not a dependency of ours
         mark = trainer.run_dir.path / "wandb.id"
         again: dict[str, Any] = {}
