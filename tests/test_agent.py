@@ -21,9 +21,10 @@ from typing import Any
 import pytest
 
 from environments.agent import Agent
-from retrain import Finished, file_of, find_function, parse_config, reward, run_program, scripted
+from retrain import Finished, file_of, find_function, parse_config, reward, run_program
 from retrain.agents.server import EndpointServer
 from retrain.assembly import assemble, sections
+from retrain.check import scripted
 from retrain.check.subject import check_environment
 from retrain.cli.run import main
 from retrain.errors import AdapterError, ConfigError, UserCodeError

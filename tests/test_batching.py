@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retrain import batching
+from retrain.algorithms import batching
 from retrain.algorithms.batching import as_shared, branches, make_samples, normalised, segments
 from retrain.types import Batch, Completion, Denominators, Group, Prompt, Sample, Trajectory, Turn
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from retrain.agents import histories
 from retrain.agents.calls import CallError, Calls
 from retrain.chat import Chat
 from retrain.engine.tiny import tiny_tokenizer
@@ -16,7 +17,6 @@ from retrain.errors import RunError
 from retrain.observe.rollout_lines import encoded, with_fate
 from retrain.pipeline.meter import Meter
 from retrain.report.samples import MAX_CALLS, MAX_TEXT, Samples
-from retrain.rollout import histories
 from retrain.types import Group, Prompt, Trajectory
 from tests import chat_kit
 from tests.calls_kit import ADD, Scripted, given_back, user

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from retrain import check, replay
+from retrain import check
+from retrain.check import replay
 from retrain.check.subject import INSTANCES
 from retrain.cli.commands import command
 from retrain.config import RunConfig
