@@ -1,11 +1,16 @@
-"""A run of a few steps that may fail."""
+"""A run of a few steps whose judge may fail."""
 
 import asyncio
+import itertools
+import math
+
+import httpx
 
 from benchmarks.mock_engine import mock_config
 from retrain.observe.callbacks import Callback
 from retrain.observe.run_dir import read_events, read_metrics, surviving
-from tests.pipe_kit import rollouts_of
+from retrain.scoring import RewardCalculator
+from tests.pipe_kit import rollouts_of, slot_share
 
 STEPS = 8
 
@@ -50,3 +55,16 @@ def throws(error):
         raise error
 
     return throw
+
+
+class Judge(RewardCalculator):
+    """Fails from its `fails`th call to its `works`th, with `error`."""
+
+    fails, works = math.inf, math.inf
+    error: BaseException = httpx.ConnectError("All connection attempts failed")
+    calls = itertools.count(1)
+
+    async def calculate(self, trajectory):
+        if Judge.fails <= next(Judge.calls) < Judge.works:
+            raise Judge.error
+        return slot_share(trajectory.completion, trajectory.prompt.answer)

@@ -78,7 +78,7 @@ async def test_an_adapter_whose_publish_hangs_is_not_asked_to_save(tmp_path):
     limits = {"publish": 0.1, "checkpoint": 60}
     config = config_in(tmp_path, checkpoint={"every": 1}, deadlines=limits)
     adapter = Hangs(MockOptions(), config)
-    with pytest.raises(DeadlineError, match=r"publish took longer than deadlines\.publish"):
+    with pytest.raises(DeadlineError, match=r"publish .*deadlines\.publish"):
         await train(config, parts=parts_with(config, adapter))
     assert adapter.saves == 1
 
@@ -111,7 +111,7 @@ async def test_p13_a_failing_run_saves_its_last_step_if_the_weights_are_good(
         await train(config, callbacks=[Raises(how)], parts=parts_with(config, adapter))
     assert Checkpoints(tmp_path / "checkpoints").steps() == ([] if saved is None else [saved])
     notes = getattr(caught.value, "__notes__", [])
-    assert any("continue with --resume" in note for note in notes) == (saved is not None)
+    assert any("--resume" in note for note in notes) == (saved is not None)
     if saved is not None:
         assert (await train(config, resume=True)).total_steps == STEPS
         assert steps_of(tmp_path) == list(range(1, STEPS + 1))
@@ -131,7 +131,7 @@ class Cancels(ListPrompts):
 
 @pytest.mark.parametrize(
     ("at", "message"),
-    [("sampler", "sample failed"), ("source", "user code cancelled the task 'feed'")],
+    [("sampler", "sample failed"), ("source", "'feed'")],
 )
 async def test_p13_a_stage_that_fails_lets_the_update_under_way_end(
     tmp_path, monkeypatch, at, message
@@ -214,7 +214,7 @@ async def test_p13_a_callback_without_a_state_costs_no_checkpoint(tmp_path, wors
     with pytest.raises((ValueError, TypeError, UserCodeError)):
         await train(config, callbacks=[Worst("state_dict", worst)])
     assert 4 in Checkpoints(tmp_path / "checkpoints").steps()
-    assert "raised by the callback Worst.state_dict" in (tmp_path / "error.txt").read_text()
+    assert "Worst.state_dict" in (tmp_path / "error.txt").read_text()
     assert (await train(config, resume=True)).total_steps == STEPS
     assert trained_once(tmp_path)
 
@@ -253,12 +253,12 @@ class HearsTheEnd(Callback):
 @pytest.mark.parametrize(
     ("worst", "error", "message"),
     [
-        (cancel_while_waiting, UserCodeError, "user code cancelled the task 'Worst.on_train_end'"),
-        (throws(SystemExit(0)), UserCodeError, "user code raised SystemExit: 0"),
+        (cancel_while_waiting, UserCodeError, "'Worst.on_train_end'"),
+        (throws(SystemExit(0)), UserCodeError, "SystemExit: 0"),
         (
             asyncio.Event().wait,
             DeadlineError,
-            "^Worst.on_train_end took longer than deadlines.stall = 2.0 s",
+            "^Worst.on_train_end .*deadlines.stall = 2.0 s",
         ),
     ],
 )
@@ -299,7 +299,7 @@ async def test_p13_a_run_that_stalls_saves_its_last_step(tmp_path):
     with pytest.raises(StallError, match="no progress") as caught:
         await train(config, parts=parts_with(config, Hangs(MockOptions(), config)))
     assert Checkpoints(tmp_path / "checkpoints").steps() == [3]
-    assert "step_3. Fix the cause" in caught.value.__notes__[-1]
+    assert "step_3." in caught.value.__notes__[-1]
     assert events(tmp_path, "end")[0]["error"]["type"] == "StallError"
     assert (await train(config, resume=True)).total_steps == STEPS
 

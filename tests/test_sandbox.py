@@ -240,7 +240,7 @@ async def test_a_program_has_its_input_files_and_working_folder(sandbox: Sandbox
     assert (result.stdout, result.exit_code, result.limit) == ("é ü /tmp\n", 0, "")
     shell = await sandbox.run(["sh", "-c", "echo $0; exit 3"], {})
     assert (shell.stdout, shell.exit_code) == ("sh\n", 3)
-    with pytest.raises(ValueError, match=r"got the file '\.\./x'"):
+    with pytest.raises(ValueError, match=r"'\.\./x'"):
         await sandbox.run(["python"], {"../x": ""})
     with pytest.raises(SandboxError, match=r"FileNotFoundError.*nonsense"):
         await sandbox.run(["nonsense"], {})
@@ -426,5 +426,5 @@ async def test_a_sandbox_that_fails_leaves_no_run_behind() -> None:
 
 def test_without_namespaces_nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("retrain.sandbox.choice.why_not", lambda mode: f"{mode} fails")
-    with pytest.raises(ConfigError, match=r"no sandbox works here .*sandbox: none"):
+    with pytest.raises(ConfigError, match=r"sandbox: none"):
         SandboxChoice()
