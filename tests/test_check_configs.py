@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from retrain import check
-from retrain.check import replay
+from retrain.check import replay, subject
 from retrain.check.subject import INSTANCES
 from retrain.cli.commands import command
 from retrain.config import RunConfig
@@ -379,7 +378,7 @@ def test_the_reward_of_the_environment_is_shown_and_an_empty_reply_must_not_get_
     assert [line for line in lines if "OSError" in line] == ["      Down.setup raised OSError: a"]
     assert lines[-1].startswith("FAIL  rewards")
 
-    monkeypatch.setattr(check, "DEADLINE", 1.0)  # a blocked loop ends the process after it
+    monkeypatch.setattr(subject, "DEADLINE", 1.0)  # a blocked loop ends the process after it
     for keys, said in (
         ([], "1 s, the limit of this check. To raise it, set deadlines.step."),
         (["deadlines.step=0.06"], "deadlines.step = 0.06 s"),
@@ -387,7 +386,7 @@ def test_the_reward_of_the_environment_is_shown_and_an_empty_reply_must_not_get_
         code, lines = shown("Late", *keys)
         assert code == 1
         assert f"      look called with {{}}: Late.step took longer than {said}" in lines
-    assert check._limited(RunConfig()).deadlines.setup == 300, "an index may take long to load"
+    assert subject._limited(RunConfig()).deadlines.setup == 300, "an index may take long to load"
 
 
 def test_an_error_names_a_line_of_the_users_files_only(tmp_path: Path) -> None:

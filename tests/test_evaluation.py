@@ -230,3 +230,17 @@ async def test_the_best_of_another_run_is_not_that_of_a_run_that_starts_from_it(
     )
     result = await train(config, start_from=checkpoint)
     assert result.best_checkpoint_path is not None
+
+
+async def test_a_resume_without_evaluations_forgets_no_best_checkpoint(tmp_path):
+    harder = {"type": "list", "rows": [{"prompt": "a=", "answer": "zzzz"}]}
+    best = None
+    for steps, prompts in ((2, HELD_OUT), (3, None), (4, harder)):
+        config = mock_config(
+            tmp_path,
+            train={"total_train_steps": steps},
+            **({"eval": {"prompts": prompts, "every": 1, "samples": 1}} if prompts else {}),
+        )
+        result = await train(config, resume=best is not None)
+        best = best or result.best_checkpoint_path
+        assert result.best_checkpoint_path == best

@@ -349,3 +349,9 @@ def test_one_process_has_nobody_to_share_with() -> None:
     options = trl_kit.options(sharding="full")
     (problem,) = options.problems(trl_kit.run_config())
     assert "backend.sharding: got full" in problem
+
+
+def test_sharding_on_a_cpu_is_rejected_before_a_model_loads() -> None:
+    options = trl_kit.options(sharding="full", processes=2, device="cpu")
+    (problem,) = options.problems(trl_kit.run_config())
+    assert problem.startswith("backend.sharding: got full")

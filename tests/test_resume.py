@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.mock_engine import MockAdapter, MockOptions
-from retrain.errors import CheckpointError
+from retrain.errors import CheckpointError, ConfigError
 from retrain.observe.console import Console
 from retrain.observe.journal import read_lines
 from retrain.observe.run_dir import read_events, read_metrics, surviving
@@ -245,7 +245,7 @@ async def test_another_model_or_algorithm_is_refused_on_resume(tmp_path, change,
     await train(config_in(tmp_path))
     changed = config_in(tmp_path, **change)
     parts = parts_with(config_in(tmp_path), MockAdapter(MockOptions(), changed))
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(ConfigError, match=message):
         await train(changed, resume=True, parts=parts)
 
 

@@ -225,7 +225,11 @@ def test_no_secret_reaches_the_configuration_on_disk(tmp_path: Path) -> None:
         environment={
             "type": "search",
             "api_key": "s3cret",
+            "api_key_env": "SEARCH_KEY",
             "login": {"password": "s3cret"},
+            "headers": {"Authorization": "s3cret", "Proxy-Authorization": "s3cret"},
+            "variables": {"PGPASSWORD": "s3cret", "token": "s3cret"},
+            "options": {"clientSecret": "s3cret", "api_keys": "s3cret"},
             "urls": ["https://me:s3cret@example.org/x"],
             "eos_token": "</s>",
         }
@@ -235,6 +239,7 @@ def test_no_secret_reaches_the_configuration_on_disk(tmp_path: Path) -> None:
     assert "s3cret" not in text
     assert "example.org/x" in text
     assert "</s>" in text
+    assert "SEARCH_KEY" in text
 
 
 def test_a_directory_that_cannot_be_written_is_a_clear_error(tmp_path: Path) -> None:

@@ -174,6 +174,23 @@ async def test_a_killed_server_is_noticed_and_restarted(make: Make, tmp_path: Pa
         await server.close()
 
 
+async def test_the_engine_of_a_killed_server_can_free_its_shared_memory(
+    make: Make, tmp_path: Path
+) -> None:
+    script = "trap 'echo freed; exit' TERM; echo ready; while :; do sleep 0.1; done"
+    engine = f'["sh", "-c", "{script}"]'
+    server = make(HEALTHY.replace('["sleep", "600"]', engine))
+    await server.start()
+    log = tmp_path / "vllm.log"
+    while "ready" not in log.read_text():  # noqa: ASYNC110 - the log has no event
+        await asyncio.sleep(0.01)
+    assert server._child is not None
+    os.kill(server._child.pid, signal.SIGKILL)
+    await server._child.exited()
+    await server.close()
+    assert "freed" in log.read_text()
+
+
 @pytest.mark.parametrize(
     ("script", "seconds", "said"),
     [

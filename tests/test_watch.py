@@ -17,7 +17,7 @@ import weakref
 import pytest
 
 from retrain.supervision.children import Child
-from retrain.supervision.leash import leash
+from retrain.supervision.leash import WATCHER, leash
 from retrain.supervision.watch import Watch, debugging
 from tests.pipe_kit import events, played
 
@@ -177,6 +177,33 @@ async def test_time_in_which_the_loops_thread_could_not_run_counts_for_nothing(a
     assert not found
 
 
+async def test_a_thread_that_often_holds_the_interpreter_does_not_hide_a_stall():
+    found, clock = watched(stall=2.0)
+    for _ in range(9):
+        clock.look(0.6)
+        await asyncio.sleep(0)
+    assert not found
+    for _ in range(3):
+        clock.look(0.6)
+        await asyncio.sleep(0)
+    assert found
+
+
+def test_a_loop_that_was_closed_is_no_longer_watched(tmp_path):
+    async def enter():
+        watch = Watch(slow=0.05, found=lambda *block: None, errors=tmp_path / "error.txt")
+        return watch.__enter__()
+
+    loop = asyncio.new_event_loop()
+    watch = loop.run_until_complete(enter())
+    assert leash._watched
+    loop.close()
+    [thread] = [one for one in threading.enumerate() if one.name == "retrain-watch"]
+    thread.join(60)
+    assert not leash._watched
+    watch.__exit__()
+
+
 async def test_each_limit_ends_the_run_after_its_time():
     for limit in ("blocked", "stall", "grace"):
         found, clock = watched(**{limit: 100.0})
@@ -227,6 +254,26 @@ def test_p12_code_that_holds_the_interpreter_ends_the_run_with_its_stack(tmp_pat
     assert 'main.py", line 17 in judge' in error
 
 
+def test_p12_a_system_without_proc_is_no_exception(tmp_path):
+    """Such as macOS. The time of a suspended process counts there."""
+    without = tmp_path / "watcher.py"
+    without.write_text(WATCHER.read_text().replace("/proc/", "/nowhere/"))
+    code, stderr = play(
+        tmp_path,
+        step=f"""
+        from retrain.supervision import leash
+        leash.leash._process.kill()
+        leash.leash._process.wait()
+        leash.WATCHER = Path({str(without)!r})
+        leash.leash.beat()
+        {END}""",
+        judge=HELD,
+        blocked=1,
+    )
+    assert code == -signal.SIGABRT
+    assert "no Python code ran for 1 s" in stderr
+
+
 @pytest.mark.parametrize(
     ("judge", "code", "place"),
     [
@@ -275,6 +322,58 @@ def test_p12_children_end_after_kill_9_though_a_forked_process_goes_on(tmp_path)
         time.sleep(0.02)
 
 
+WORDLESS = """
+import asyncio, os, shutil, signal, sys
+from pathlib import Path
+from retrain.supervision.children import Child
+from retrain.supervision.leash import leash
+
+async def main():
+    folder = Path(sys.argv[1])
+    folder.mkdir()
+    with leash.watch(60.0, folder / "error.txt"):
+        child = await Child.start(["sleep", "60"])
+        shutil.rmtree(folder)
+        folder.write_text(str(child.pid))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+asyncio.run(main())
+"""
+
+
+def test_p12_children_end_after_kill_9_though_error_txt_cant_be_written(tmp_path):
+    assert played(tmp_path, WORDLESS).returncode == -signal.SIGKILL
+    child = int((tmp_path / "run").read_text())
+    while group_exists(child):
+        time.sleep(0.02)
+
+
+FORKS = """
+import os, signal, threading
+from retrain.supervision.leash import leash
+
+held, over = threading.Event(), threading.Event()
+
+def hold():
+    with leash._lock:
+        held.set()
+        over.wait()
+
+threading.Thread(target=hold).start()
+held.wait()
+if not (forked := os.fork()):
+    signal.alarm(10)
+    leash.beat()
+    os._exit(7)
+over.set()
+raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(forked, 0)[1]))
+"""
+
+
+def test_a_fork_does_not_wait_for_a_thread_that_it_lacks(tmp_path):
+    assert played(tmp_path, FORKS).returncode == 7
+
+
 def group_exists(number):
     try:
         os.killpg(number, 0)
@@ -312,15 +411,19 @@ from pathlib import Path
 from retrain.supervision.leash import leash
 leash._send = lambda message: None
 with leash.watch(60.0, Path(sys.argv[1])):
-    signal.raise_signal(signal.SIGABRT)
+    signal.raise_signal(signal.{number})
 """
 
 
-def test_p12_the_first_process_of_a_container_ends_too(tmp_path):
-    """The kernel protects it from the default action of signals, such as that of SIGABRT."""
-    done = played(tmp_path, FIRST)
-    assert done.returncode == signal.SIGABRT, "an exit, not a signal"
-    assert "Fatal Python error: Aborted" in (tmp_path / "run").read_text()
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [(signal.SIGABRT, "Fatal Python error: Aborted"), (signal.SIGQUIT, "most recent call first")],
+)
+def test_p12_the_first_process_of_a_container_ends_too(tmp_path, number, words):
+    """The kernel protects it from the default action of signals."""
+    done = played(tmp_path, FIRST.format(number=number.name))
+    assert done.returncode == number, "an exit, not a signal"
+    assert words in (tmp_path / "run").read_text()
 
 
 def test_the_search_for_a_debugger_keeps_no_frame_alive() -> None:

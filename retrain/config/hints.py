@@ -10,11 +10,13 @@ from typing import Any
 from retrain.config.foreign import ADVICE, FOREIGN, HOMES, PATHS, WRAPPERS
 from retrain.supervision.jsonable import Filled
 
-_SECRET = re.compile(
-    r"(^|[_-])(api[_-]?key|secret([_-]?key)?|password|passwd|(private|access)[_-]?key|credentials?"
-    r"|(access|api|auth|bearer|hf|hub|wandb)[_-]?token)$",
-    re.IGNORECASE,
+_NAMES = (
+    r"(api[_-]?key|secret([_-]?key)?|password|passwd|(private|access)[_-]?key|credentials?"
+    r"|(access|api|auth|bearer|hf|hub|wandb)[_-]?token)"
 )
+_SECRET = re.compile(rf"(^|[_-]){_NAMES}$", re.IGNORECASE)
+_HIDDEN = re.compile(rf"{_NAMES}|authorization|^token$", re.IGNORECASE)
+_NAMES_VARIABLE = re.compile(r"[_-]env$", re.IGNORECASE)
 _PERHAPS = re.compile(r"key|token|secret|passw|credential|authorization", re.IGNORECASE)
 _LOGIN = re.compile(r"://[^/@\s]*:[^/@\s]+@")
 _LOCAL = {
@@ -28,6 +30,12 @@ def is_secret(name: str, *, perhaps: bool = False) -> bool:
     """Whether a key or variable of this name holds a secret; `perhaps` is true of too many names
     rather than too few."""
     return bool((_PERHAPS if perhaps else _SECRET).search(name))
+
+
+def is_hidden(name: str) -> bool:
+    """Whether files show `(hidden)` for a value that a user wrote under this key, such as
+    `Proxy-Authorization` or `clientSecret`; not if it names a variable, as `api_key_env` does."""
+    return bool(_HIDDEN.search(name)) and not _NAMES_VARIABLE.search(name)
 
 
 def unknown_key(path: str, value: Any, valid: Iterable[str], known: Mapping[str, str]) -> list[str]:

@@ -179,8 +179,7 @@ class Callbacks:
     async def call(self, hook: Hook, *arguments: object) -> None:
         """Call this hook of every callback."""
         for callback in self._callbacks:
-            own = [{**given} if isinstance(given, dict) else given for given in arguments]
-            await self._called(callback, hook, *own)
+            await self._called(callback, hook, *map(_own, arguments))
 
     async def end(self, run: Any, result: TrainingResult, seconds: float) -> None:
         """Call `on_train_end` of every callback, each within `seconds`; then raise the first error.
@@ -247,3 +246,10 @@ def _copied(state: Any) -> dict[str, Any]:  # any: of user code
         raise TypeError(f"got {shown(state)}, expected a dict of JSON values")
     copy: dict[str, Any] = json.loads(json.dumps(state, default=default))
     return copy
+
+
+def _own(argument: object) -> object:
+    """A copy of metrics, as floats."""
+    if isinstance(argument, Mapping):
+        return {key: float(value) for key, value in argument.items()}
+    return argument

@@ -32,7 +32,7 @@ from typing import Any, Self
 import yaml
 
 from retrain.config import RunConfig
-from retrain.config.hints import is_secret
+from retrain.config.hints import is_hidden
 from retrain.config.reading import BASE_DIR_NOTE
 from retrain.config.variables import escaped
 from retrain.errors import ConfigError, RunError
@@ -319,8 +319,6 @@ def read_evaluations(path: Path) -> list[dict[str, Any]]:
     ]
 
 
-_HEADERS = "authorization", "token"
-"""Names that a config may give a literal value, and that files show without it."""
 _URL_LOGIN = re.compile(r"(?<=://)(?![^/@\s]*\$\{)[^/@\s]+@")
 
 
@@ -354,16 +352,12 @@ def write_whole(path: Path, text: str) -> None:
         ) from error
 
 
-def _is_hidden(key: str) -> bool:
-    return is_secret(key) or key.lower() in _HEADERS
-
-
 def _without_secrets(value: Any) -> Any:  # any: JSON values
     """`value` without secrets that a user wrote into it; `${NAME}` is none."""
     if isinstance(value, dict):
         return {
             key: "(hidden)"
-            if isinstance(item, str) and _is_hidden(key) and "${" not in item
+            if isinstance(item, str) and is_hidden(key) and "${" not in item
             else _without_secrets(item)
             for key, item in value.items()
         }

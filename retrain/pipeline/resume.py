@@ -134,7 +134,9 @@ async def _fill(run: Run, callbacks: Sequence[Mapping[str, Any]], folder: Path) 
         adapter={},
         counters={
             **run.signal.state(),
-            "evaluation": evaluation.state(run.step, last=run.complete) if evaluation else {},
+            "evaluation": (
+                evaluation.state(run.step, last=run.complete) if evaluation else run.evaluated
+            ),
             "sizes": sizes,
             "failed_in_a_row": run.desk.intake.failed_in_a_row,
             "data_since": run.data_since,
@@ -185,8 +187,11 @@ async def restore(run: Run) -> None:
     changed = changed_keys(saved.config, run.config)
     run.record.resumed(saved.step, saved.counters["sizes"], changed)
     _take_up(run, saved, saved.groups)
+    evaluated = saved.counters["evaluation"]
     if run.evaluation is not None:
-        run.evaluation.restore(saved.counters["evaluation"])
+        run.evaluation.restore(evaluated)
+    elif evaluated:
+        run.evaluated = {**evaluated, "owed": None}
     await _ready(run, saved)
 
 

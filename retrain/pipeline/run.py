@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from retrain.adapters.base import Adapter
 from retrain.assembly import Parts
@@ -134,6 +134,8 @@ class Run:
         self.signal = Signal(config.train.stop_after_flat_steps)
         self.mismatch = MismatchWatch(config)
         self.evaluation = self._evaluation()
+        self.evaluated: Mapping[str, Any] = {}
+        """The state of the evaluations that the run had before a resume without them."""
 
     def _evaluation(self) -> Evaluation | None:
         if self.config.eval is None:

@@ -70,14 +70,17 @@ class Shared:
 class Episode:
     """One rollout of one turn, while it is played.
 
-    A subclass overrides `play`, which then runs in the task of the environment.
+    A subclass overrides `play`, which runs in a task of the slot. It sets `own_play`, calls the
+    environment only through `call`, which has the task and the deadline, samples only through
+    `sample`, appends each turn to `trajectory.turns`, and ends a failed rollout with `fail`.
     """
 
     __slots__ = ("alive", "broken", "conversation", "first", "index", "instance",
                  "opening", "shared", "tools", "trajectory")  # fmt: skip
 
     own_play: ClassVar[bool] = False
-    """Whether `play` calls the environment, and may change the conversation."""
+    """Whether `play` calls the environment or samples: the rollouts of a group are then played at
+    the same time, each with a conversation of its own."""
     opens = True
     """Whether the model speaks first."""
     broken: asyncio.Future[Exception]

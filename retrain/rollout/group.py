@@ -97,7 +97,11 @@ class Rollouts(Shared):
 
 
 def kind_of(instance: Instance, seats: Sequence[str]) -> type[Episode]:
-    """The kind of episode that an environment plays; raises UserCodeError if none has seats."""
+    """The kind of episode that an environment plays, by the methods that its class overrides.
+
+    A kind is imported when it is needed. Raises UserCodeError if there are seats, but no method
+    that plays them.
+    """
     if "run" in instance.overridden:
         from retrain.rollout.agent import AgentRun
 

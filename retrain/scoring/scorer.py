@@ -293,24 +293,28 @@ class Scorer:
     async def _thread(
         self, part: WeightedReward, calculator: FunctionReward, trajectories: Sequence[Trajectory]
     ) -> list[Any]:
+        """One verdict per trajectory. After a slow call the others have a thread, and a deadline,
+        each of their own."""
         owner, verdicts = f"reward '{part.name}'", list[Any]()
 
         def work() -> None:
-            began = time.perf_counter()
             for trajectory in trajectories:
-                call = partial(calculator.call, trajectory)
-                verdicts.append(attempted_in_thread(owner, call))
-            if time.perf_counter() - began > SLOW * len(trajectories):
-                self._slow.add(part.name)
+                began = time.perf_counter()
+                verdicts.append(attempted_in_thread(owner, partial(calculator.call, trajectory)))
+                if time.perf_counter() - began > SLOW:
+                    self._slow.add(part.name)
+                if part.name in self._slow:
+                    return
 
+        done = verdicts
         try:
             await self._pool.run(work, self.deadlines.reward)
         except TimeoutError:
             self._slow.add(part.name)
-            done = list(verdicts)  # a copy: the abandoned thread may still append
-            late = late_error(owner, self.deadlines.reward, "reward")
-            return done + [late] * (len(trajectories) - len(done))
-        return verdicts
+            # a copy: the abandoned thread may still append
+            done = [*verdicts, late_error(owner, self.deadlines.reward, "reward")]
+        rest = trajectories[len(done) :]
+        return [*done, *await self._in_threads(part, calculator, rest)] if rest else done
 
 
 def _recorded(name: str, verdict: Any, trajectory: Trajectory) -> Reward:

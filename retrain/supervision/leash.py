@@ -44,7 +44,7 @@ class _Leash:
         with open(file, "ab") as stacks:
             enables = not faulthandler.is_enabled()  # else somebody wants them elsewhere
             if enables:
-                _end_at_abort()
+                _end_at_signals()
                 faulthandler.enable(stacks)
                 faulthandler.register(signal.SIGQUIT, stacks, chain=True)  # then it ends us
             watched = (seconds, file.absolute())  # user code may lose the working directory
@@ -53,7 +53,8 @@ class _Leash:
             try:
                 yield
             finally:
-                self._watched.remove(watched)
+                with suppress(ValueError):  # `let_go` has forgotten it
+                    self._watched.remove(watched)
                 self._send(self._watch())
                 if enables:
                     faulthandler.disable()
@@ -97,6 +98,7 @@ class _Leash:
 
     def _forked(self) -> None:
         """End a fork, which has no watcher, when it returns from user code to a loop of ours."""
+        self._lock = threading.RLock()  # a thread that the fork lacks may have held it
         self._forget()
         for loop in self.loops:
             vars(loop).update(call_soon_threadsafe=_exit)  # threads call it with their results
@@ -134,11 +136,12 @@ def _exit(*_: object) -> None:
     os._exit(1)
 
 
-def _end_at_abort() -> None:
-    """Exit at SIGABRT even as the first process of a container, which signals don't end."""
+def _end_at_signals() -> None:
+    """Exit at SIGABRT and SIGQUIT even as the first process of a container."""
     if os.getpid() == 1:
         libc = ctypes.CDLL(None)
-        libc.signal(signal.SIGABRT, ctypes.cast(libc._exit, ctypes.c_void_p))
+        for number in (signal.SIGABRT, signal.SIGQUIT):
+            libc.signal(number, ctypes.cast(libc._exit, ctypes.c_void_p))
 
 
 leash = _Leash()

@@ -116,11 +116,15 @@ class Watch:
         self._ends_by = min(self._ends_by, time.monotonic() + self._grace)
 
     def _run(self) -> None:
-        with suppress(RuntimeError):  # the loop is closed
+        try:
             while not self._stop.wait(self._tick):
                 if self._errors is not None:
                     leash.beat()
                 self._look(time.monotonic())
+        except RuntimeError:
+            if not self._loop.is_closed():
+                raise
+            self._open.close()  # nobody leaves the context, and the process may go on
 
     def _look(self, now: float) -> None:
         """What there is to see `now`; called by the thread at every tick."""
@@ -130,7 +134,9 @@ class Watch:
         # all that time. Otherwise another thread held it, or the process was suspended.
         held = late and computed - self._computed > passed / 4
         self._looked, self._computed = now, computed
-        if (late and not held) or ((held or self._asked) and debugging()):
+        if late and not held:  # a tick counts: a busy thread may make every look a late one
+            self._excuse(passed - self._tick)
+        elif (held or self._asked) and debugging():
             self._excuse(passed)
         elif held or self._asked:
             place = _user_code(sys._current_frames().get(self._thread))

@@ -17,13 +17,15 @@ groups: set[int] = set()
 
 
 def say(words: str) -> None:
-    for place in (os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644), 2):
-        os.write(place, f"\nretrain: {words}\n".encode())
+    for place in (file, 2):  # the folder, the terminal or the space on the disk may be gone
+        with suppress(OSError), open(place, "ab", 0, closefd=place != 2) as output:
+            output.write(f"\nretrain: {words}\n".encode())
 
 
 def suspended() -> bool:
-    with open(f"/proc/{run}/stat", "rb") as stat:
+    with suppress(OSError), open(f"/proc/{run}/stat", "rb") as stat:
         return stat.read().rpartition(b") ")[2][:1] in b"Tt"
+    return False  # macOS has no /proc
 
 
 signal.pthread_sigmask(signal.SIG_BLOCK, {1, 2, 3, 15})  # hang-up, Ctrl-C, Ctrl-\, kill

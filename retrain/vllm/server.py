@@ -12,6 +12,7 @@ import json
 import logging
 import re
 import shutil
+import signal
 import socket
 from asyncio.subprocess import DEVNULL
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -206,7 +207,16 @@ class VllmServer:
     async def close(self) -> None:
         """End it with its engine and its workers."""
         child, self._child = self._child, None
-        if child is not None:
+        if child is None:
+            return
+        try:
+            if child.exit_code is not None and child.signal(signal.SIGTERM):  # they outlived it
+                async with asyncio.timeout(END_SECONDS):
+                    while child.signal(0):  # noqa: ASYNC110 - a group can only be polled
+                        await asyncio.sleep(0.02)
+        except TimeoutError:
+            pass  # they are killed
+        finally:
             await child.end(END_SECONDS)
 
     async def _start(self, port: int) -> None:

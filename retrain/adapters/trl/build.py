@@ -120,6 +120,8 @@ def build_trainer(
             ranks=ranks,
             sharded=sharded,
         )
+    except ConfigError:  # a ValueError too
+        raise
     except (TypeError, ValueError, NotImplementedError) as error:
         raise ConfigError(f"TRL rejects this backend: {error}") from error
     torch.set_num_threads(options.threads)  # accelerate has set its own number

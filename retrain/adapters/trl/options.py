@@ -248,3 +248,6 @@ class TrlOptions(OptimizerOptions):
         elif self.sharding == "full" and (place.size if place else self.processes) == 1:
             advice = "set backend.processes to the number of devices, or sharding to none"
             yield f"backend.sharding: got full, but there is 1 process; {advice}"
+        elif self.sharding == "full" and self.device == "cpu":
+            advice = "train on GPUs, or set it to none"
+            yield f"backend.sharding: got full, but accelerate does not shard on a CPU; {advice}"
