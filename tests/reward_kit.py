@@ -26,9 +26,9 @@ def built(type: str, **keys: Any) -> Any:
     return calculator_of(RewardConfig(type=type, **keys), "rewards.0", Path())
 
 
-async def scored(group: Group, *sections: dict[str, Any]) -> list[Trajectory]:
+async def scored(group: Group, folder: Path, *sections: dict[str, Any]) -> list[Trajectory]:
     parts = [
-        weighted_reward(RewardConfig(**keys), f"rewards.{i}", Path(), DeadlinesConfig())
+        weighted_reward(RewardConfig(**keys), f"rewards.{i}", folder, DeadlinesConfig())
         for i, keys in enumerate(sections)
     ]
     scorer = Scorer(parts)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -72,9 +71,3 @@ def forward_logprobs(
         restricted(logits[place - 1], params)[ids[place]].item()
         for place in range(len(prompt), len(ids))
     ]
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Turn the loop until the worker's thread has got there; a test's timeout bounds it."""
-    while not condition():  # noqa: ASYNC110 - the thread's counters have no event to wait for
-        await asyncio.sleep(0.001)  # the thread needs the interpreter too

@@ -424,7 +424,7 @@ async def test_math_runs_in_processes_of_its_own_and_agrees_with_trl() -> None:
     group = Group(rollout("", answer).prompt, [rollout(t, answer) for t in [*texts, *boxed]])
     said = [[{"role": "assistant", "content": t.completion}] for t in group.trajectories]
     theirs = accuracy_reward(said, [f"${answer}$"] * len(said))
-    ours = await scored(group, {"type": "math", "processes": 1})
+    ours = await scored(group, Path(), {"type": "math", "processes": 1})
     # TRL reads LaTeX only: "so 0.5" is not read
     differ = [t.completion for t, other in zip(ours, theirs, strict=True) if t.reward != other]
     assert differ == ["so 0.5"]

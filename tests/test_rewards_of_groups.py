@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from trl.rewards import (
     get_cosine_scaled_reward,
@@ -35,6 +37,7 @@ async def test_cosine_overlong_and_repetition_agree_with_trl() -> None:
     group = Group(rollout("", 4).prompt, [rollout(text, 4) for text in texts])
     ours = await scored(
         group,
+        Path(),
         {"type": "length_cosine", "max": 40, "correct_if": "numeric"},
         {"type": "numeric", "marker": "\\boxed"},
         {"type": "length_overlong", "max": 40, "cache": 30},
@@ -50,6 +53,7 @@ async def test_cosine_overlong_and_repetition_agree_with_trl() -> None:
 async def test_cosine_has_a_reward_for_the_limit_and_needs_the_other_reward() -> None:
     [late] = await scored(
         Group(rollout("", 4).prompt, [rollout("4" * 9, 4)]),
+        Path(),
         {"type": "numeric"},
         {"type": "length_cosine", "max": 9, "correct_if": "numeric", "exceeded": -10},
     )
@@ -57,6 +61,7 @@ async def test_cosine_has_a_reward_for_the_limit_and_needs_the_other_reward() ->
     with pytest.raises(ConfigError, match="'numeric'"):
         await scored(
             Group(rollout("").prompt, []),
+            Path(),
             {"type": "length_cosine", "max": 9, "correct_if": "numeric"},
         )
 

@@ -22,6 +22,7 @@ from retrain.engine.sampler import LocalSampler
 from retrain.engine.stopping import Stopping
 from retrain.engine.tiny import tiny_folder
 from retrain.sampler import SamplingParams
+from tests.pipe_kit import until
 from tests.sampler_kit import (
     SEEDED,
     TOKENIZER,
@@ -32,7 +33,6 @@ from tests.sampler_kit import (
     load_like,
     never_ending,
     sharpened,
-    until,
 )
 
 

@@ -23,6 +23,7 @@ from retrain.engine.tiny import tiny_folder, tiny_tokenizer
 from retrain.engine.weights import snapshot
 from retrain.errors import AdapterError
 from retrain.sampler import SamplingParams
+from tests.pipe_kit import until
 from tests.sampler_kit import (
     SEEDED,
     TOKENIZER,
@@ -33,7 +34,6 @@ from tests.sampler_kit import (
     load_like,
     never_ending,
     sharpened,
-    until,
 )
 
 

@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from retrain.sandbox import (
 from retrain.sandbox.local import LocalSandbox
 from retrain.sandbox.plain import _warn
 from retrain.supervision.children import Child
+from tests.pipe_kit import until
 from tests.sandbox_kit import LIMITS, WORKING, needs_sandbox
 
 SYSCALL = """
@@ -206,11 +207,6 @@ async def test_no_program_reaches_what_is_outside_or_more_than_its_limits(
     assert all(len(result.stdout) <= 64 << 10 for result in exceeding.values())
     assert [(n, r) for n, r in surviving.items() if r.stdout != "reached\n"] == []
     assert str(host["secret"]) not in running()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():  # noqa: ASYNC110 - processes come and go without an event
-        await asyncio.sleep(0.002)
 
 
 def running() -> str:

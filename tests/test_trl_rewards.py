@@ -24,9 +24,9 @@ from retrain.config import (
 from retrain.errors import ConfigError, PluginError
 from retrain.prompts import ListPrompts
 from retrain.prompts.preparing import prepared
-from retrain.scoring import Scorer
 from retrain.scoring.building import weighted_reward
 from retrain.types import Completion, Group, Prompt, Ticket, Trajectory, Turn
+from tests.reward_kit import scored
 
 TEXTS = (
     "<think>\nhalf\n</think>\nIt is \\boxed{\\frac{1}{2}}",
@@ -111,17 +111,6 @@ def played(*texts: str, system: str | None = "Be brief.", answer: Any = None, **
         said = [*messages, {"role": "assistant", "content": text}]
         group.trajectories.append(Trajectory(prompt, [turn], messages=said))
     return group
-
-
-async def scored(group: Group, folder: Path, *sections: dict[str, Any]) -> list[Trajectory]:
-    parts = [
-        weighted_reward(RewardConfig(**keys), f"rewards.{i}", folder, DeadlinesConfig())
-        for i, keys in enumerate(sections)
-    ]
-    scorer = Scorer(parts)
-    async with scorer.serving(pytest.fail):
-        await scorer.score(group)
-    return group.trajectories
 
 
 def of_trl(function: Any, group: Group, conversational: bool) -> list[float]:

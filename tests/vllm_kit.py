@@ -97,7 +97,7 @@ class StandIn:
         return self.running.app.engine.folder
 
     def faults(self, **given: Any) -> None:
-        """Replace all faults (`vllm_standin.Faults`); `restart` makes a new server of it."""
+        """Replace all faults (`standin_requests.Faults`); `restart` makes a new server of it."""
         httpx.post(f"{self.url}/standin", json=given).raise_for_status()
 
     def seen(self, path: str) -> int:

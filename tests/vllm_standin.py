@@ -24,7 +24,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,12 +33,19 @@ import torch
 import uvicorn
 from standin_engine import HEAD, Choice, Engine, EngineDead, Job
 from standin_requests import (
+    LORA,
+    RL,
+    Faults,
     Refused,
+    adapter_of,
     as_coroutine,
+    counted,
     disconnected,
     internal,
     invalid,
     json_of,
+    last,
+    parser,
     prompt_rows,
     sampling,
 )
@@ -53,52 +60,8 @@ from retrain.vllm.transfer import Bucket
 
 VERSION = "0.32.0"
 GENERATE = "/inference/v1/generate"
-RL = {
-    "/pause",
-    "/resume",
-    "/is_paused",
-    "/collective_rpc",
-    "/update_weight_version",
-    "/weight_info",
-    "/server_info",
-    "/get_world_size",
-}
-"""Mounted with VLLM_SERVER_DEV_MODE=1."""
-LORA = {"/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
-"""Mounted with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-
-
-@dataclass
-class Faults:
-    """What goes wrong; the numbers of a path count down."""
-
-    die: dict[str, int] = field(default_factory=dict)
-    """The process is gone at the nth request to this path from now, before its work."""
-    die_after: dict[str, int] = field(default_factory=dict)
-    """The same after its work, before the answer."""
-    die_idle: dict[str, int] = field(default_factory=dict)
-    """The same a moment after the answer."""
-    kill_worker_at: int = 0
-    """The worker is gone at the nth generate request from now: requests in flight get 500, then the
-    server ends."""
-    fail: dict[str, int] = field(default_factory=dict)
-    """So many requests to this path answer 500."""
-    hang: dict[str, int] = field(default_factory=dict)
-    """So many never answer."""
-    lose: dict[str, int] = field(default_factory=dict)
-    """So many are done, but their answer is lost."""
-    delay: dict[str, float] = field(default_factory=dict)
-    """Seconds before each request to this path."""
-    slow: float = 0.0
-    """Seconds after each decoded token."""
-    fail_reload: int = 0
-    """So many reloads fail; the next generate request ends the server."""
-    ignore: list[str] = field(default_factory=list)
-    """Tensors that a change of weights leaves as they were."""
-    stale_head: bool = False
-    """The same for the head."""
 
 
 class Server:
@@ -437,27 +400,9 @@ class Server:
     # --- adapters
 
     async def load_adapter(self, request: Request) -> Response:
-        body = await json_of(request)
-        name, path = body.get("lora_name"), body.get("lora_path")
-        if not (name and path):
-            text = "Both 'lora_name' and 'lora_path' must be provided."
-            raise Refused(400, text, "InvalidUserInput")
-        if name in self.engine.adapters and not body.get("load_inplace"):
-            raise Refused(
-                400,
-                f"The lora adapter '{name}' has already been loaded. If you want to load the "
-                "adapter in place, set 'load_inplace' to True.",
-                "InvalidUserInput",
-            )
-        config = Path(path) / "adapter_config.json"
-        if not config.is_file():
-            text = f"Loading lora {name} failed: No adapter found for <path>"
-            raise Refused(404, text, "NotFoundError")
-        rank, most = json.loads(config.read_text())["r"], self.options.max_lora_rank
-        if rank > most:
-            text = f"LoRA rank {rank} is greater than max_lora_rank {most}."
-            raise Refused(400, text)
-        self.engine.load_adapter(name, Path(path))
+        loaded, most = self.engine.adapters, self.options.max_lora_rank
+        name, path = adapter_of(await json_of(request), loaded, most)
+        self.engine.load_adapter(name, path)
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
     async def unload_adapter(self, request: Request) -> Response:
@@ -489,42 +434,6 @@ class Server:
 
     def report(self, _: Request) -> Response:
         return JSONResponse({"seen": self.seen, "aborted": self.aborted})
-
-
-def counted(left: dict[str, int], path: str) -> bool:
-    """Whether a fault still has a number for this path; counts it down."""
-    if left.get(path, 0) <= 0:
-        return False
-    left[path] -= 1
-    return True
-
-
-def last(left: dict[str, int], path: str) -> bool:
-    """Whether this is the nth request; counts it down."""
-    return counted(left, path) and not left[path]
-
-
-def parser() -> argparse.ArgumentParser:
-    """vLLM's flags, as far as they have an effect here."""
-    made = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    made.add_argument("--model", required=True)
-    made.add_argument("--host", default="127.0.0.1")
-    made.add_argument("--port", type=int, default=8000)
-    made.add_argument("--served-model-name")
-    made.add_argument("--dtype", default="auto")
-    made.add_argument("--max-model-len", type=int)
-    made.add_argument("--max-num-seqs", type=int, default=256)
-    made.add_argument("--tensor-parallel-size", type=int, default=1)
-    made.add_argument("--logprobs-mode", default="raw_logprobs")
-    made.add_argument("--max-logprobs", type=int, default=20)
-    made.add_argument("--enable-scale-out", action="store_true")
-    made.add_argument("--enable-lora", action="store_true")
-    made.add_argument("--max-loras", type=int, default=1)
-    made.add_argument("--max-cpu-loras", type=int)
-    made.add_argument("--max-lora-rank", type=int, default=16)
-    made.add_argument("--worker-extension-cls", default="")
-    made.add_argument("--api-key")
-    return made
 
 
 class Running:
