@@ -116,9 +116,10 @@ def clean_imports(
 ) -> Iterator[None]:
     """The modules of a test's own folders are forgotten."""
     monkeypatch.setattr(sys, "path", list(sys.path))
+    before = set(sys.modules)
     yield
     temporary = str(tmp_path_factory.getbasetemp())
-    for name, module in list(sys.modules.items()):
+    for name, module in [item for item in sys.modules.items() if item[0] not in before]:
         folders = getattr(module, "__path__", ())
         if not isinstance(module, ModuleType) or not isinstance(folders, Iterable):
             continue  # torch puts objects of its own among the modules

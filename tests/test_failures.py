@@ -26,6 +26,7 @@ from retrain.pipeline.checkpoint import Checkpoints
 from retrain.report.page import digest, write_report
 from retrain.scoring import RewardCalculator
 from retrain.supervision.outages import is_outage
+from tests import failure_kit
 from tests.failure_kit import (
     STEPS,
     Judge,
@@ -262,7 +263,7 @@ async def test_p13_the_cause_is_in_the_end_event_the_report_and_error_txt(tmp_pa
     [end] = events(folder, "end")
     assert (end["status"], end["step"]) == ("failed", 5)
     assert (end["error"]["type"], end["error"]["message"]) == ("ValueError", "my callback")
-    assert end["error"]["line"].rpartition(":")[0] == __file__
+    assert end["error"]["line"].rpartition(":")[0] == failure_kit.__file__
     text = (folder / "error.txt").read_text()
     assert text.startswith("ValueError: my callback\n  raised by the callback Raises.on_step_end")
     assert "step_5. " in text

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from benchmarks.mock_engine import MockAdapter, MockOptions, mock_config
-from retrain.environment import Environment, StepResult, ToolSpec
+from retrain.environment import Environment, StepResult
 from retrain.errors import AdapterError, DeadlineError, NoSignalError
 from retrain.pipeline import train
 from retrain.scoring import Reward, RewardCalculator
@@ -174,7 +174,3 @@ async def test_an_adapter_that_fails_ends_the_run(tmp_path, way, error, message)
         await train(config, parts=parts_with(config, adapter))
     assert events(tmp_path, "end")[0]["status"] == "failed"
     assert len(events(tmp_path, "update")) == 1
-
-
-class Searches(Environment):
-    tools = (ToolSpec("search", "Finds pages."), ToolSpec("fetch", "Reads a page."))

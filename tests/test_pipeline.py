@@ -11,7 +11,7 @@ from benchmarks.mock_engine import MockAdapter, MockOptions, mock_config
 from retrain.algorithms.grpo import GRPO
 from retrain.assembly import assemble
 from retrain.engine.tiny import tiny_tokenizer
-from retrain.environment import Environment
+from retrain.environment import Environment, ToolSpec
 from retrain.errors import ConfigError, NoSignalError, RunError
 from retrain.observe.callbacks import Callback
 from retrain.observe.journal import read_lines
@@ -392,6 +392,10 @@ async def test_advantages_that_dont_fit_are_told_with_their_algorithm(tmp_path, 
     text = f"Mine: advantages returned {returned}, {expected}lengths [4, 4, 4, 4]"
     with pytest.raises(RunError, match=re.escape(text)):
         await train(config, parts=replace(assemble(config), algorithm=Mine()))
+
+
+class Searches(Environment):
+    tools = (ToolSpec("search", "Finds pages."), ToolSpec("fetch", "Reads a page."))
 
 
 async def test_a_prompt_with_its_tools_is_shown_as_the_model_got_it(tmp_path):
