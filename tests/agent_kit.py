@@ -97,7 +97,6 @@ async def played(
 
 
 ROOT = Path(__file__).parent.parent
-
 AGENTS = """
 import asyncio, sys, threading
 from pathlib import Path

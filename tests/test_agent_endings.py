@@ -55,7 +55,6 @@ if __name__ == "__main__":
     fails("a=")
 """
 """Agents that end with an exception after a reply; HOW says which."""
-
 CRASHED = """Traceback (most recent call last):
   File "agent.py", line 1, in <module>
 {}
@@ -230,7 +229,6 @@ name
   Field required [type=missing]
     For further information visit https://errors.pydantic.dev
 """
-
 GROUP = """  + Exception Group Traceback (most recent call last):
   |   File "agent.py", line 1, in <module>
   | ExceptionGroup: unhandled errors in a TaskGroup (1 sub-exception)
@@ -240,13 +238,11 @@ GROUP = """  + Exception Group Traceback (most recent call last):
     | httpx.ConnectError: All connection attempts failed
     +------------------------------------
 """
-
 LINKED = """Traceback (most recent call last):
   File "agent.py", line 9, in <module>
 langgraph.errors.GraphRecursionError: Recursion limit of 25 reached
 For troubleshooting, visit: https://docs.langchain.com/errors
 """
-
 NODE = """file:///agent/parser.mjs:83
             throw new LengthFinishReasonError();
                   ^

@@ -104,7 +104,6 @@ class Twice(Environment):
 """,
     "rewards/short.py": "def short(completion):\n    return 1.0 / (1 + len(completion))\n",
 }
-
 USES = """
 prompts: {type: counted, count: 4}
 environment: twice

@@ -28,13 +28,9 @@ SCHEMA = {
     "required": ["n"],
     "additionalProperties": False,
 }
-
 BOX = {"marker": "\\boxed"}
-
 THINK = {"tags": ["think", "answer"]}
-
 GOOD = "<think>so</think>\n<answer>4</answer>\n"
-
 HALF = {"template": "Reason: ... Answer: ...", "partial": True}
 
 CASES: dict[str, list[tuple[dict[str, Any], str, Any, float]]] = {

@@ -24,8 +24,6 @@ from tests.failure_kit import (
 )
 from tests.pipe_kit import events, parts_with
 
-# what a failure saves
-
 
 class Fails(MockAdapter):
     """Fails in its `at`th call of `method`."""

@@ -93,7 +93,6 @@ OUTAGES = [
     caused(ValueError("no verdict"), by=status_error(502)),
     ExceptionGroup("both", [ExceptionGroup("in", [ConnectionResetError()])]),
 ]
-
 OTHERS = [
     KeyError("score"),
     FileNotFoundError(2, "No such file"),

@@ -12,8 +12,6 @@ from retrain.pipeline import train
 from retrain.scoring import Reward, RewardCalculator
 from tests.pipe_kit import events, kept_adapter, parts_with, rollouts_of, slot_share
 
-# --- faults ------------------------------------------------------------------------------------
-
 
 class Breaks(Environment):
     """Raises in the method that is named."""

@@ -155,7 +155,6 @@ def f(x):
     "syntax error": "def f(x: return",
     "nothing": "",
 }
-
 HONEST = """
 def f(x):
     return x(3141591) if callable(x) else 3141591 + x
@@ -171,7 +170,6 @@ class Box:
     def get(self):
         return self.value
 """
-
 STRICT = [
     "assert f(1) == 3141592",
     "wanted = 3141593\nassert f(2) == wanted",
@@ -239,13 +237,9 @@ async def test_no_program_passes_tests_without_their_results(sandbox: Sandbox) -
 
 
 ADD = "def add(a, b=1):\n    return a + b\n"
-
 TWICE = "def test_a():\n    x = add(1)\n    assert x == 2\n    x = add(x)\n    assert x == 3"
-
 CHECK = "def check(candidate):\n    assert candidate(1) == 2\n    assert candidate(2) == 2"
-
 DOUBLE = "print(int(input()) * 2)"
-
 CASES = [
     (ADD, "assert add(1) == 2\nassert add(1, 2) == 4", (True, False)),
     (ADD, "assert add(1) == 2 and not add(-1)", (True,)),

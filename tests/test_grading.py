@@ -141,7 +141,6 @@ async def after(x): return await co(x) + 1
 def combine(a, b): return (a + b).v, len(a), a[0], a < b, bool(a), 1 in a
 def of_class(o, kind): return isinstance(o, kind)
 """
-
 FORMS = r"""
 a = Account(5)
 a.withdraw(2)

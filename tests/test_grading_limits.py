@@ -34,7 +34,6 @@ def twice(x):
         peer.send({"value": value})
     peer.receive()
 """
-
 UNEARNED = r"""
 assert abs(Area(2) - 12.566) < 1e-3
 ---
@@ -72,7 +71,6 @@ async def test_a_program_does_not_decide_by_its_operators_its_modules_or_later_a
 
 
 LOOP = "def check(candidate):\n    for i in range(3):\n        assert candidate(i) == i"
-
 CHECK = "def check(g):\n    assert g(1) == 1\n    assert True, 'x'\n\ncheck(f)"
 
 

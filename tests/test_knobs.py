@@ -52,41 +52,27 @@ def slow(stage: str) -> Knob:
 
 
 RANKS = "test_ranks.py::test_two_ranks_train_as_one_process_does"
-
 ANOTHER = "another model"
 """Stands for the folder of one."""
-
 SOON = {"train": {"max_failed_groups": 2}}
 """The run ends at its second failure, not at the sixteenth."""
-
 SLOW_REWARD = {"rewards": [{"type": f"{PARTS}:Letters", "slow": True}]}
-
 FLAT = {"rewards": [{"type": f"{PARTS}:Letters", "flat": True}]}
-
 EVAL = {"eval": {"prompts": {"type": "list", "rows": ["g=", "h="]}, "every": 1, "samples": 1}}
-
 FILLED = {"chat": {"template": "knob_template.jinja"}}
-
 AHEAD = {"rollout": {"slots": 2}, "staleness": {"target": 1}}
-
 STRAGGLER = {
     **AHEAD,
     **scene(trained=4),
     "train": {"order": "ready", "shuffle": False, "total_train_steps": 7},
 }
-
 LORA = {"backend": {"lora": {}}}
-
 RATIO = {"algorithm": {"loss": "importance_sampling"}}
-
 WATCH = "test_watch.py::test_p4_"
-
 REMOTE_MERGE = dict.fromkeys(("tinker", "weaver"), "merge_lora has no effect")
 
 ROWS = [{"prompt": f"{a}=", "other": f"{a}{a}=", "answer": a, "key": a * 2} for a in "abcdef"]
-
 SOURCE = {"type": "list", "rows": ROWS}
-
 OF_SOURCES = {
     "prompt_column": "other", "answer_column": "key", "system": "Say it.", "limit": 1,
     "filter": {"answer": ["a", "c"]}, "map": {"prompt": "{other}"}, "held_out": 0.5,
@@ -94,7 +80,6 @@ OF_SOURCES = {
 """The keys of every prompt source, with another value."""
 
 WEIGHTS = "test_the_weight_at_each_step"
-
 TOTALS = "test_the_total_and_how_it_grows_with_each_reward"
 
 KNOBS: dict[str, Knob] = {
@@ -226,7 +211,6 @@ KNOBS: dict[str, Knob] = {
     "base_dir": Knob("elsewhere", refused=dict.fromkeys(BACKENDS, "base_dir: unknown key")),
 }  # fmt: skip
 """The keys of RunConfig."""
-
 PIPE = {
     *(f"{part}.{key}" for part in ("prompts", "eval.prompts") for key in OF_SOURCES),
     *("name", "run_dir", "base_dir", "loggers.0.type", "prompts.type", "environment.type"),
@@ -252,7 +236,6 @@ OPTIMIZER = {
     "weight_decay": Knob(0.5),
     "max_grad_norm": Knob(0.125),
 }
-
 REMOTE = {
     **OPTIMIZER,
     "url": Knob("http://elsewhere"),
@@ -267,13 +250,9 @@ REMOTE = {
     "context_length": Knob(6),
     "tokenizer": Knob(ANOTHER),
 }
-
 STARTS = "test_vllm_runs.py::test_a_run_starts_restarts_and_ends_its_own_server"
-
 ADAPTERS = "test_vllm_runs.py::test_a_run_samples_adapters_by_running_servers"
-
 COMMAND = "test_vllm_runs.py::test_options_reach_the_command_line_of_each_server"
-
 VLLM = {
     "type": STARTS,
     "url": ADAPTERS,
@@ -290,7 +269,6 @@ VLLM = {
     "start_seconds": "test_vllm_runs.py::test_a_server_that_does_not_answer_is_named",
 }
 """The keys of the sampler `vllm`, which needs a server."""
-
 BACKEND_KNOBS: dict[str, dict[str, Knob]] = {
     "trl": {
         **OPTIMIZER,

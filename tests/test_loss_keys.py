@@ -23,8 +23,6 @@ def _no_report(monkeypatch):
     monkeypatch.setattr("retrain.pipeline.recorder.write_report", lambda folder: folder)
 
 
-# The keys of the losses
-
 TRL_VALUES: dict[str, Any] = {
     **{"beta": 0.7, "epsilon": 0.05, "epsilon_high": 0.06, "delta": 1.5, "entropy_coef": 0.1},
     **{"use_adaptive_entropy": True, "use_bias_correction_kl": True},
@@ -34,11 +32,8 @@ TRL_VALUES: dict[str, Any] = {
     **{"sapo_temperature_neg": 2.0, "vespo_k_pos": 1.0, "vespo_lambda_pos": 1.0},
     **{"vespo_k_neg": 1.0, "vespo_lambda_neg": 1.0},
 }
-
 SHARED_VALUES = {"epsilon": 0.05, "epsilon_high": 0.06, "beta": 0.7}
-
 TRL_CASES = [(loss, key) for loss, row in LOSSES.items() if not row.formula for key in row.keys]
-
 SHARED_CASES = [
     (backend, loss)
     for backend in OPTIONS
@@ -124,7 +119,6 @@ async def trained(backend: str, loss: str, keys: dict[str, float], folder: Path)
 
 
 PAIRS = [{"prompt": "a=", "chosen": "aa", "rejected": "bb"}]
-
 PAIR = [
     Sample(
         token_ids=[70, 71, 72 + row, 73, 74, 75],

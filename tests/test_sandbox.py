@@ -39,7 +39,6 @@ def denied(*numbers_of):
     number = numbers_of[platform.machine() == "aarch64"]
     return libc.syscall(number, *[0] * 6) < 0 and ctypes.get_errno() in (1, 38)
 """
-
 ESCAPES = {
     "loopback": "import socket; socket.create_connection(('127.0.0.1', {port}), 2)",
     "network": "import socket; socket.create_connection(('1.1.1.1', 53), 2)",
@@ -101,7 +100,6 @@ ESCAPES = {
     "clone with namespaces": SYSCALL + "assert libc.syscall({clone}, 0x10000011, 0, 0, 0, 0) >= 0",
 }
 """What must raise an exception."""
-
 EXCEEDING = {
     "time": "import time; time.sleep(60)",
     "cpu": "while True: pass",
@@ -116,7 +114,6 @@ time.sleep(60)
     "output": "while True: print('x' * 1000)",
 }
 """What must be ended by the limit of this name."""
-
 SURVIVING = {
     "killing the parent": "import os; os.kill(os.getppid(), 9)",
     "stopping the parent": "import os; os.kill(os.getppid(), 19)",

@@ -13,7 +13,7 @@ from retrain.adapters.tinker.data import check_data, merge
 from retrain.adapters.tinker.limits import Backpressure
 from retrain.supervision.sharing import Capacity
 from retrain.wire.tinker.values import ForwardBackwardOutput
-from tests.tinker_kit import datum
+from tests.test_tinker_client import datum
 
 
 def test_chunks_keep_to_both_limits_and_a_huge_datum_goes_alone() -> None:

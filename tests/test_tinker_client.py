@@ -15,19 +15,23 @@ from starlette.responses import JSONResponse, Response
 from retrain.adapters import tinker as tinker_package
 from retrain.adapters import weaver as weaver_package
 from retrain.adapters.remote.published import until_kept
-from retrain.adapters.tinker import AdamParams, Datum, LoraConfig, SamplingParams, TinkerClient
+from retrain.adapters.tinker import (
+    AdamParams,
+    Datum,
+    LoraConfig,
+    SamplingParams,
+    Tensor,
+    TinkerClient,
+)
 from retrain.adapters.tinker import client as client_module
 from retrain.adapters.weaver import WeaverClient
 from retrain.errors import AdapterError, DeadlineError
 from retrain.wire.refusals import RemoteError
 from retrain.wire.retries import RetryPolicy
-from tests.tinker_kit import datum
 from tests.tinker_server import HOSTED, OPEN_RL, SKYRL, Faulty, Peer, TinkerServer, logprob
 
 SOON = RetryPolicy(attempts=4, first=0.0, cap=0.0, total=30.0)
-
 ADAM = AdamParams(learning_rate=0.1)
-
 PEERS = {"hosted": HOSTED, "skyrl": SKYRL, "open_rl": OPEN_RL}
 
 
@@ -36,6 +40,14 @@ def tinker(server: TinkerServer, **keys: Any) -> TinkerClient:
     if not server.peer.proto:
         keys["wire"] = "json"
     return TinkerClient("http://server", **keys)
+
+
+def datum(*tokens: int) -> Datum:
+    inputs = {
+        "target_tokens": Tensor(list(tokens[1:]), "int64"),
+        "weights": Tensor([1.0] * (len(tokens) - 1)),
+    }
+    return Datum(list(tokens[:-1]), inputs)
 
 
 @pytest.mark.parametrize("peer", PEERS.values(), ids=PEERS)

@@ -34,9 +34,6 @@ def test_a_resume_cuts_torn_lines_off_before_it_writes(tmp_path: Path) -> None:
     assert [len(list(read_lines(tmp_path / name))) for name in names] == [2, 2, 2]
 
 
-# what a resume voids
-
-
 VOIDED = {
     "what came after the snapshot of a checkpoint": (
         "issued:a update:1 snapshot:1 issued:b checkpoint:1 update:2 resumed:1 update:2",
