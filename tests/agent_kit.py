@@ -17,7 +17,7 @@ from retrain.config import EndpointConfig, RunConfig, parse_config
 from retrain.rollout import Rollouts, Slot
 from retrain.sampler import SamplingParams
 from retrain.scoring import Scorer
-from retrain.types import Completion, Group, Prompt, StopReason
+from retrain.types import Completion, Group, Prompt, StopReason, Trajectory
 
 LETTERS = Letters()  # type: ignore[abstract]  # nothing calls apply_chat_template
 PROMPT = Prompt("0.0.0", ({"role": "user", "content": "a="},), answer="aaaa", metadata={"n": 1})
@@ -94,3 +94,127 @@ async def played(
             return await slot.play(prompt)
         finally:
             await slot.close()
+
+
+ROOT = Path(__file__).parent.parent
+AGENTS = """
+import asyncio, sys, threading
+from pathlib import Path
+
+async def solve(prompt, base_url, api_key, model, extra=3):
+    return await asyncio.to_thread(call, prompt, base_url, api_key) + model + "\\n"
+
+def plain(messages, metadata, **rest):
+    said = call(messages[0]["content"], rest["base_url"], rest["api_key"])
+    call("", rest["base_url"], rest["api_key"], "/reward", reward=0.5)
+    return {"completion": said * 2, "reward": 1.0, "n": metadata["n"], "folder": rest["folder"]}
+
+def in_process(prompt, folder):
+    print("not the result")
+    return {"completion": call(prompt), "here": folder == str(Path.cwd())}
+
+def picky(prompt, base_url, api_key):
+    return 1 / (call(prompt, base_url, api_key) == "hello")
+
+def unread(prompt, base_url, api_key):
+    class ValidationError(Exception): pass
+    said = call(prompt, base_url, api_key)
+    if said != "42":
+        raise ValidationError("no total\\n  in the answer")
+
+def unsound(prompt, base_url, api_key):
+    unread(prompt + "?", base_url, api_key)
+    raise unread.__globals__["json"].JSONDecodeError("no total", "", 0)
+
+def never(prompt):
+    return ""
+
+def uses_sdk():
+    import an_sdk
+    an_sdk.post()
+
+def client(base_url):
+    raise RuntimeError("set the OPENAI_API_KEY environment variable")
+
+def lost(folder):
+    (Path(folder) / "notes").read_text()
+
+def second(prompt, metadata, base_url, api_key):
+    return {1: call}[metadata["n"]](prompt, base_url, api_key)
+
+def thing(prompt, base_url, api_key):
+    return object()
+
+def question(question):
+    return ""
+
+async def greedy(prompt, base_url, api_key):
+    for _ in range(5):
+        await asyncio.to_thread(call, prompt, base_url, api_key)
+
+async def hangs(prompt, base_url, api_key):
+    try:
+        await asyncio.to_thread(call, prompt, base_url, api_key)
+    except Exception:
+        pass
+    await asyncio.Event().wait()
+
+async def swallows(prompt, base_url, api_key):
+    for _ in range(2):  # the deadline, and the end of the instance
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            pass
+    await asyncio.Event().wait()
+
+def blocks(prompt, base_url, api_key):
+    call(prompt, base_url, api_key)
+    RELEASED.wait(60)
+
+RELEASED = threading.Event()
+keys, refused = [], []
+async def leaves(prompt, base_url, api_key):
+    async def late():
+        await asyncio.sleep(0)
+        while len(keys) < 2:
+            await asyncio.sleep(0.01)
+        for url, key in ((base_url, keys[1][1]), (keys[1][0], api_key)):
+            try:
+                await asyncio.to_thread(call, "late", url, key)
+            except Exception as error:
+                refused.append(error.code)
+    said = await asyncio.to_thread(call, prompt, base_url, api_key)
+    keys.append((base_url, api_key))
+    if len(keys) == 1:
+        task = asyncio.create_task(late())
+    else:
+        while len(refused) < 2:
+            await asyncio.sleep(0.01)
+    return f"{said} {refused}"
+
+if __name__ == "__main__":
+    what, *rest = sys.argv[1:]
+    if what == "file":
+        text = call(rest[0] + sys.stdin.read() + Path("sub/task.txt").read_text())
+        Path("out.txt").write_text(text + os.environ["OWN"])
+        print("log"); print("warned", file=sys.stderr)
+        raise SystemExit(7)
+    if what == "sdk":
+        uses_sdk()
+    if what == "crash":
+        raise SystemExit("the model " + call("said"))
+    print(call(rest[0]), "\\n")
+"""
+
+
+async def one(keys: dict[str, Any], **more: Any) -> Trajectory:
+    [trajectory] = (await played(keys, **more)).trajectories
+    return trajectory
+
+
+def ended(process: int) -> bool:
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2][0]
+    except OSError:
+        return True
+    return state == "Z"

@@ -12,7 +12,10 @@ import gc
 import os
 import sys
 from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from hypothesis import settings
@@ -105,6 +108,26 @@ def nothing_loads(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("the backend was opened before the mistake was reported")
 
     monkeypatch.setattr("retrain.assembly.Parts.open_adapter", opened)
+
+
+@pytest.fixture
+def clean_imports(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[None]:
+    """The modules of a test's own folders are forgotten."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    before = set(sys.modules)
+    yield
+    temporary = str(tmp_path_factory.getbasetemp())
+    for name, module in [item for item in sys.modules.items() if item[0] not in before]:
+        folders = getattr(module, "__path__", ())
+        if not isinstance(module, ModuleType) or not isinstance(folders, Iterable):
+            continue  # torch puts objects of its own among the modules
+        places = [getattr(module, "__file__", None) or ""]
+        with suppress(AttributeError):  # a namespace package whose parent the test has hidden
+            places += folders
+        if any(str(place).startswith(temporary) for place in places):
+            del sys.modules[name]
 
 
 @pytest.fixture(autouse=True)

@@ -23,6 +23,9 @@ from benchmarks.mock_engine import MockAdapter
 from retrain.adapters.base import Adapter
 from retrain.adapters.remote.adapter import RemoteAdapter
 from retrain.adapters.remote.local import in_process
+from retrain.adapters.tinker.options import TinkerOptions
+from retrain.adapters.trl.options import TrlOptions
+from retrain.adapters.weaver.options import WeaverOptions
 from retrain.assembly import Parts, assemble
 from retrain.config import parse_config
 from retrain.errors import ConfigError, RetrainError
@@ -249,3 +252,6 @@ def _rounded(value: Any) -> Any:
 
 def _plain(text: str, folder: Path) -> str:
     return IDS.sub("ID", text.replace(str(folder), "RUN"))
+
+
+OPTIONS = {"trl": TrlOptions, "tinker": TinkerOptions, "weaver": WeaverOptions}

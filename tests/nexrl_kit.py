@@ -40,3 +40,15 @@ def text_trajectories() -> list[Trajectory]:
         for p in "ab"
         for r in ("aa", "bb")
     ]
+
+
+LOCAL = {"backend": "tinker", "url": "local"}
+
+
+def replies() -> list[Trajectory]:
+    """Two groups of two replies, none of them sampled."""
+    return [
+        Trajectory(prompt=f"{p}=", response=r, reward=float(p == r[0]), group_id=p, run_id=i)
+        for p in "ab"
+        for i, r in enumerate(("aa", "bb"))
+    ]

@@ -1,8 +1,10 @@
 """What the tests of the pipe share."""
 
+import asyncio
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.mock_engine import MockAdapter, MockOptions
@@ -25,6 +27,12 @@ def played(folder: Path, script: str, prefix=()) -> subprocess.CompletedProcess:
         env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
         check=False,
     )
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Turn the loop until another thread or process has got there; a test's timeout bounds it."""
+    while not condition():  # noqa: ASYNC110 - there is no event to wait for
+        await asyncio.sleep(0.001)
 
 
 def slot_share(completion: str, answer: str) -> float:

@@ -1,4 +1,4 @@
-"""The built-in rewards: a table of cases for each, their mistakes, and TRL's results."""
+"""The built-in rewards: a table of cases for each, and their mistakes."""
 
 from __future__ import annotations
 
@@ -11,21 +11,16 @@ from typing import Any
 
 import pytest
 from jsonschema.validators import validator_for
-from trl.rewards import (
-    accuracy_reward,
-    get_cosine_scaled_reward,
-    get_repetition_penalty_reward,
-    get_soft_overlong_punishment,
-)
+from trl.rewards import accuracy_reward
 
 from retrain.assembly import assemble
 from retrain.config import DeadlinesConfig, RewardConfig, parse_config
 from retrain.errors import ConfigError
-from retrain.scoring import Scorer
 from retrain.scoring.building import calculator_of, weighted_reward
 from retrain.scoring.processes import ProcessReward
-from retrain.types import Completion, Group, Prompt, Row, Trajectory, Turn
+from retrain.types import Group, Row
 from rewards.json_schema import CHECKING
+from tests.reward_kit import built, rollout, scored
 
 SCHEMA = {
     "type": "object",
@@ -247,19 +242,6 @@ CASES: dict[str, list[tuple[dict[str, Any], str, Any, float]]] = {
 }
 
 
-def rollout(text: str, answer: Any = None, **metadata: Any) -> Trajectory:
-    """One turn; each character is a token."""
-    prompt = Prompt("0.0.0", [{"role": "user", "content": "?"}], answer, metadata)
-    ids = [ord(character) for character in text]
-    turn = Turn([1], Completion(ids, [0.0] * len(ids), text, "stop", 0))
-    said = [*prompt.messages, {"role": "assistant", "content": text}]
-    return Trajectory(prompt, [turn], messages=said)
-
-
-def built(type: str, **keys: Any) -> Any:
-    return calculator_of(RewardConfig(type=type, **keys), "rewards.0", Path())
-
-
 async def value(name: str, keys: dict[str, Any], text: str, answer: Any) -> Any:
     calculator = built(name, **keys)
     await calculator.setup()
@@ -431,17 +413,6 @@ async def test_a_pattern_that_backtracks_forever_is_late_and_blocks_nothing() ->
     assert ticks > 10  # the event loop ran meanwhile
 
 
-async def scored(group: Group, *sections: dict[str, Any]) -> list[Trajectory]:
-    parts = [
-        weighted_reward(RewardConfig(**keys), f"rewards.{i}", Path(), DeadlinesConfig())
-        for i, keys in enumerate(sections)
-    ]
-    scorer = Scorer(parts)
-    async with scorer.serving(pytest.fail):
-        await scorer.score(group)
-    return group.trajectories
-
-
 async def test_math_runs_in_processes_of_its_own_and_agrees_with_trl() -> None:
     texts = [text for _, text, _, _ in CASES["math"]] + [r"\boxed{50\%}", r"\boxed{1,234}"]
     boxed = [rf"I say \boxed{{{text}}}" for text in ("1/2", r"\frac{2}{4}", "3", "x", "")]
@@ -449,7 +420,7 @@ async def test_math_runs_in_processes_of_its_own_and_agrees_with_trl() -> None:
     group = Group(rollout("", answer).prompt, [rollout(t, answer) for t in [*texts, *boxed]])
     said = [[{"role": "assistant", "content": t.completion}] for t in group.trajectories]
     theirs = accuracy_reward(said, [f"${answer}$"] * len(said))
-    ours = await scored(group, {"type": "math", "processes": 1})
+    ours = await scored(group, Path(), {"type": "math", "processes": 1})
     # TRL reads LaTeX only: "so 0.5" is not read
     differ = [t.completion for t, other in zip(ours, theirs, strict=True) if t.reward != other]
     assert differ == ["so 0.5"]
@@ -457,63 +428,8 @@ async def test_math_runs_in_processes_of_its_own_and_agrees_with_trl() -> None:
     assert isinstance(part.calculator, ProcessReward)  # without the key too
 
 
-async def test_a_comparison_that_takes_too_long_is_no_reward() -> None:
-    hard = r"\boxed{\int_0^1 e^{\sin(x^{17}) + \cos(x^{x})} dx}"
-    calculator = built("math", timeout=1)
-    await calculator.setup()
-    assert (
-        await calculator.calculate(rollout(hard, hard.replace("17", "19")))
-    ).outcome == "timeout"
-
-
-async def test_cosine_overlong_and_repetition_agree_with_trl() -> None:
-    texts = ["x" * n + r"\boxed{4}" for n in (0, 1, 5, 20, 50)] + ["x" * n for n in (0, 9, 30, 99)]
-    ids = [list(text) for text in texts]
-    said = [[{"role": "assistant", "content": text}] for text in texts]
-    theirs = [
-        get_cosine_scaled_reward(max_len=40)(said, ["$4$"] * len(texts), ids),
-        get_soft_overlong_punishment(max_completion_len=40, soft_punish_cache=30)(ids),
-        get_repetition_penalty_reward(ngram_size=2)(ids),
-    ]
-    group = Group(rollout("", 4).prompt, [rollout(text, 4) for text in texts])
-    ours = await scored(
-        group,
-        {"type": "length_cosine", "max": 40, "correct_if": "numeric"},
-        {"type": "numeric", "marker": "\\boxed"},
-        {"type": "length_overlong", "max": 40, "cache": 30},
-        {"type": "repetition", "ngram": 2},
-    )
-    for name, expected in zip(
-        ("length_cosine", "length_overlong", "repetition"), theirs, strict=True
-    ):
-        assert [t.rewards[name] for t in ours] == pytest.approx(expected)
-    assert ours[0].reward == pytest.approx(sum(ours[0].rewards.values()))
-
-
-async def test_cosine_has_a_reward_for_the_limit_and_needs_the_other_reward() -> None:
-    [late] = await scored(
-        Group(rollout("", 4).prompt, [rollout("4" * 9, 4)]),
-        {"type": "numeric"},
-        {"type": "length_cosine", "max": 9, "correct_if": "numeric", "exceeded": -10},
-    )
-    assert late.rewards["length_cosine"] == -10
-    with pytest.raises(ConfigError, match="'numeric'"):
-        await scored(
-            Group(rollout("").prompt, []),
-            {"type": "length_cosine", "max": 9, "correct_if": "numeric"},
-        )
-
-
 async def test_a_schema_can_be_a_file(tmp_path: Path) -> None:
     (tmp_path / "n.json").write_text(json.dumps(SCHEMA))
     section = RewardConfig(type="json_schema", schema="n.json")
     calculator = calculator_of(section, "rewards", tmp_path)
     assert await calculator.calculate(rollout('{"n": 1}')) == 1.0
-
-
-async def test_format_and_regex_read_the_whole_reply() -> None:
-    said = rollout("<think>so</think>4")
-    said.result = "4"  # what `completion` is, with the reasoning split off
-    assert await built("format", template="<think>...</think>...").calculate(said) == 1.0
-    assert await built("regex", pattern="think", reasoning=True).calculate(said) == 1.0
-    assert await built("regex", pattern="think").calculate(said) == 0.0

@@ -93,7 +93,7 @@ ROWS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"n": 3}, "no column `tests` and no `answer`, .* its columns are n;"),
     ({}, {"tests": "def x(:"}, "the tests are not valid Python: invalid syntax in line 1"),
     ({}, {"tests": {"inputs": ["1"], "outputs": ["2", "3"]}}, "with 1 inputs and 2 outputs"),
-    ({"type": "sql"}, {"answer": "SELEC 1"}, "the answer 'SELEC 1' of the row fails: near"),
+    ({"type": "sql"}, {"answer": "SELEC 1"}, "'SELEC 1'"),
     ({"type": "sql"}, {"query": "SELECT 1"}, "the row has no `answer`, .* columns are query;"),
 ]
 
@@ -148,11 +148,11 @@ async def test_a_row_without_tests_is_an_error(
         (lambda: Code(processes=0), "environment.processes: got 0"),
         (lambda: Code(limits={"memory": -1}), "environment.limits.memory: got -1"),
         (lambda: Code(limits={"memory": 0.5}), "environment.limits.memory: got 0.5"),
-        (lambda: CodeTests(limits={"ram": 1}), "rewards.limits.ram: unknown"),
+        (lambda: CodeTests(limits={"ram": 1}), "rewards.limits.ram:"),
         (lambda: Code(sandbox="own.py:Own"), r"environment.sandbox: .*own.py"),
-        (lambda: CodeTests(sandbox="docker"), "rewards.sandbox: got 'docker', expected auto, "),
+        (lambda: CodeTests(sandbox="docker"), "rewards.sandbox: got 'docker'"),
         (lambda: Sql(seconds=0), "environment.seconds: got 0"),
-        (lambda: Sql(database="nowhere.sql"), "environment.database: there is no file nowhere.sql"),
+        (lambda: Sql(database="nowhere.sql"), "environment.database:.*nowhere.sql"),
     ],
 )
 def test_a_wrong_key_is_an_error_at_the_start(make: Any, message: str) -> None:
@@ -164,7 +164,7 @@ def test_a_file_that_is_no_database_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "x.sqlite").write_text("no database, but long enough" * 9)
     (tmp_path / "x.sql").write_text("CREATE nonsense")
     for name in ("x.sqlite", "x.sql"):
-        with pytest.raises(ConfigError, match=r"environment.database: .*; expected an SQLite"):
+        with pytest.raises(ConfigError, match=r"environment.database: .*SQLite"):
             Sql(database=name, base_dir=tmp_path)
 
 
@@ -269,5 +269,5 @@ async def test_the_model_sees_the_tables_and_a_wrong_answer_is_an_error() -> Non
     [system, user] = await environment.reset(asking("SELECT 1"))
     assert "CREATE TABLE customers" in system["content"]
     assert user["content"] == "?"
-    with pytest.raises(ValueError, match=r"the answer 'SELEC 1' of the row fails: near"):
+    with pytest.raises(ValueError, match=r"'SELEC 1'"):
         await environment.reset(asking("SELEC 1"))

@@ -22,11 +22,12 @@ from retrain.config import EndpointConfig, parse_config
 from retrain.errors import ConfigError, RunError
 from retrain.observe.run_dir import read_metrics
 from retrain.pipeline import train
-from retrain.types import Completion, Group, Prompt, Trajectory, Turn
+from retrain.types import Completion
 from retrain.wire.budgets import Budget
 from retrain.wire.replies import ReplyCache
 from rewards import judge
 from tests.fake_weaver import serve
+from tests.test_rewarding import played
 
 
 class Server:
@@ -67,16 +68,6 @@ async def scorer_of(says, **keys):
         scorer = judged_by(url, **keys)
         async with scorer.serving(pytest.fail):
             yield scorer, server
-
-
-def played(*texts, answer="yes"):
-    prompt = Prompt("0.0.0", [{"role": "user", "content": "well?"}], answer)
-    group = Group(prompt, [])
-    for text in texts:
-        turn = Turn([1], Completion([2], [-0.5], text, "stop", 0))
-        messages = [*prompt.messages, {"role": "assistant", "content": text}]
-        group.trajectories.append(Trajectory(prompt, [turn], messages=messages))
-    return group
 
 
 async def scored(scorer, *texts, **keys):

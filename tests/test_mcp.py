@@ -93,9 +93,7 @@ async def test_rollouts_may_share_a_server_and_get_a_new_one_when_it_dies(
             second = await pid_of(one)
             assert second == await pid_of(other) != first
         assert lives(second), "it is still in use"
-        with pytest.raises(
-            ConnectionError, match=r"mcp_server.py failed in a call of crash: .* out of memory"
-        ):
+        with pytest.raises(ConnectionError, match=r"mcp_server.py .*crash: .* out of memory"):
             await answers(one, ("crash", {}))
     assert not lives(second)
 
@@ -116,9 +114,9 @@ async def test_a_crash_fails_its_rollout_and_the_next_one_has_a_new_server() -> 
     [
         (
             {"command": ["python", "-c", "raise SystemExit('no index at pages.db')"]},
-            r"the MCP server .* can't be used: .*; its last output: no index at pages.db$",
+            r"MCP.*: no index at pages.db$",
         ),
-        ({"url": "http://127.0.0.1:9/mcp"}, "127.0.0.1:9/mcp can't be used: ConnectError"),
+        ({"url": "http://127.0.0.1:9/mcp"}, "127.0.0.1:9/mcp .*ConnectError"),
         ({"command": ["python", "-c", ""]}, r"without any output; does the script call run\(\)\?$"),
     ],
 )
@@ -142,7 +140,7 @@ async def test_a_server_that_prints_is_warned_of_once(
     async with opened({"command": ["python", str(tmp_path / "noisy.py")]}) as environment:
         assert await answers(environment, ("add", {"a": 1, "b": 2})) == ["3"]
     [record] = [r for r in caplog.records if r.levelname == "WARNING"]
-    assert "noisy.py prints to stdout" in record.getMessage()
+    assert "noisy.py" in record.getMessage()
     assert "ignored 'starting'" in record.getMessage()
     assert "Failed to parse" not in caplog.text
 
@@ -153,7 +151,7 @@ async def test_a_server_that_never_worked_ends_the_run_and_one_that_did_does_not
     script = tmp_path / "server.py"
     script.write_text("raise SystemExit('no index')")
     make = partial(mcp_of, {"command": ["python", str(script)]})
-    with pytest.raises(ConfigError, match=r"environment.servers: .* output: no index$"):
+    with pytest.raises(ConfigError, match=r"environment.servers: .*: no index$"):
         await played(make, [written("pid"), "ok"])
     script.write_text((HERE / "mcp_server.py").read_text())
     [group] = await played(make, [written("pid"), "ok"])
@@ -231,10 +229,10 @@ async def test_a_server_is_reached_by_http_with_headers_and_again_after_a_restar
         await environment.reset(PROMPT)
         assert await answers(environment, ("add", {"a": 2, "b": 2})) == ["4"]
         await twice.__aexit__(None, None, None)
-        with pytest.raises(ValueError, match=r"have a tool 'add' \(.*\): set the `prefix` of one"):
+        with pytest.raises(ValueError, match=r"'add' \(.*\): .*`prefix`"):
             async with opened(allowed, allowed):
                 pass
-        with pytest.raises(ValueError, match="got 'fly', but the servers offer add, pid, fail"):
+        with pytest.raises(ValueError, match=r"got 'fly'.* add, pid, fail"):
             async with opened(allowed, tools=["fly"]):
                 pass
 
@@ -275,7 +273,7 @@ def test_wrong_servers_are_reported_before_the_run(servers: list[Any], problem: 
 def test_servers_may_be_mappings_in_python() -> None:
     servers: list[Any] = [{"command": ["sh"], "env": {"A": "1"}}]
     assert Mcp(servers=servers).servers == mcp_of(*servers).servers
-    with pytest.raises(ConfigError, match=r"^environment.servers.0.prefix: Input should be a"):
+    with pytest.raises(ConfigError, match=r"^environment.servers.0.prefix: "):
         Mcp(servers=[{"command": ["sh"], "prefix": 1}])  # type: ignore[list-item]
 
 
@@ -306,5 +304,5 @@ def test_the_missing_package_is_named_with_the_command_that_installs_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "mcp.client.client", None)
-    with pytest.raises(ConfigError, match=r"extra mcp is not installed .*: pip install .*\[mcp\]'"):
+    with pytest.raises(ConfigError, match=r"pip install .*\[mcp\]'"):
         mcp_of(STDIO, base_dir=HERE)

@@ -348,7 +348,7 @@ def test_ddp_searches_for_unused_weights_only_where_experts_are_separate() -> No
 def test_one_process_has_nobody_to_share_with() -> None:
     options = trl_kit.options(sharding="full")
     (problem,) = options.problems(trl_kit.run_config())
-    assert "backend.sharding: got full, but there is 1 process" in problem
+    assert "backend.sharding: got full" in problem
 
 
 def test_sharding_on_a_cpu_is_rejected_before_a_model_loads() -> None:

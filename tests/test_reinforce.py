@@ -9,12 +9,7 @@ from retrain.algorithms.reinforce import Reinforce
 from retrain.assembly import assemble
 from retrain.errors import ConfigError
 from retrain.pipeline import train
-from retrain.types import Group, Prompt, Trajectory
-
-
-def group(*rewards: float, ticket: str = "0.0.0") -> Group:
-    prompt = Prompt(ticket, [{"role": "user", "content": "?"}])
-    return Group(prompt, [Trajectory(prompt, reward=r) for r in rewards])
+from tests.test_algorithms import group
 
 
 def test_credit_is_the_reward_less_the_mean_of_the_whole_batch():

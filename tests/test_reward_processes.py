@@ -224,7 +224,7 @@ async def test_what_cannot_be_sent_costs_its_rollout_only(folder, monkeypatch):
     assert outcomes == [["infra_error", "ok"]] * 2 + [["infra_error"] * 2] * 2
     unsent, unread, *_ = [group.trajectories[0].info["error"] for group in groups]
     assert "can't be sent to a worker process" in unsent
-    assert "reward 'Mine' raised ValueError: invalid literal for int()" in unread
+    assert "'Mine' raised ValueError" in unread
 
 
 @pytest.mark.parametrize(
@@ -232,11 +232,11 @@ async def test_what_cannot_be_sent_costs_its_rollout_only(folder, monkeypatch):
     [
         (
             "import sys\nif 'retrain.scoring.worker' in sys.modules:\n    import not_there\n",
-            r"reward 'score': rewards\.0\.type: importing late\.py failed at .*late\.py:3: Module",
+            r"'score': rewards\.0\.type: .*late\.py:3: Module",
         ),
         (
             "import os, sys\nif 'retrain.scoring.worker' in sys.modules:\n    os._exit(3)\n",
-            r"reward 'score': its worker process ended with exit code 3",
+            r"'score': .*exit code 3",
         ),
     ],
 )
@@ -327,7 +327,7 @@ async def test_no_late_reply_is_taken_for_that_of_another_call(folder, monkeypat
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        ({"type": "__main__:score"}, "a worker process can't load __main__:score; move the reward"),
+        ({"type": "__main__:score"}, "__main__:score"),
         ({"type": named(lambda completion: 1.0, {})}, "a worker process can't load"),
         ({"type": "slot.py", "table": [lambda: 1]}, "its keys can't be sent to a worker process"),
     ],

@@ -1,4 +1,4 @@
-"""The run directory: its files, its lock, its configuration, and what a resume voids."""
+"""The run directory: its files, its lock, its configuration and its journal."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ import yaml
 from benchmarks.mock_engine import mock_config
 from retrain.algorithms.grpo import GRPO
 from retrain.algorithms.reinforce import Reinforce
-from retrain.algorithms.sft import SFT
 from retrain.config import RunConfig
 from retrain.environment import Action, Environment, StepResult
 from retrain.errors import MAX_TEXT, ConfigError, RunError
@@ -31,40 +30,14 @@ from retrain.observe.causes import Causes
 from retrain.observe.console import Console
 from retrain.observe.journal import encode, read_lines
 from retrain.observe.rollout_lines import encoded, hash_of, with_fate
-from retrain.observe.run_dir import RunDirectory, read_events, read_metrics, surviving
-from retrain.observe.voided import cut
+from retrain.observe.run_dir import RunDirectory, read_events, read_metrics
 from retrain.pipeline import train
 from retrain.pipeline.meter import Meter
 from retrain.pipeline.recorder import LONELY, Recorder
 from retrain.supervision.locks import in_use
 from retrain.types import Completion, Group, Message, Prompt, Trajectory, Turn
 from tests.pipe_kit import kept_adapter, parts_with
-
-
-def config(**sections: Any) -> RunConfig:
-    return RunConfig.model_validate({"prompts": {"type": "list"}, **sections})
-
-
-def group(*outcomes: str, ticket: str = "0.7.0", **prompt: Any) -> Group:
-    asked = Prompt(ticket, [{"role": "user", "content": "2+2"}], **prompt)
-    made = [trajectory(asked, outcome, index) for index, outcome in enumerate(outcomes)]
-    return Group(asked, made)
-
-
-def trajectory(prompt: Prompt, outcome: Any, index: int = 0) -> Trajectory:
-    completion = Completion([5, 6, 7], [-0.1, -0.2, -0.3], "4!", "length", 2)
-    return Trajectory(
-        prompt,
-        [Turn([1, 2], completion)],
-        rewards={"exact": 0.5},
-        info={} if outcome == "ok" else {"error": "it broke\nat line 3"},
-        outcome=outcome,
-        reward=0.25,
-        messages=[*prompt.messages, {"role": "assistant", "content": "4!"}],
-        tools=[{"type": "function", "function": {"name": "search", "description": "Finds."}}],
-        seconds={"sample": 1.5},
-        index=index,
-    )
+from tests.run_dir_kit import config, group
 
 
 def test_a_run_directory_holds_what_was_written(tmp_path: Path) -> None:
@@ -342,22 +315,6 @@ def test_a_run_whose_files_are_deleted_fails(tmp_path: Path, name: str) -> None:
     run_dir.close()
 
 
-def test_a_resume_cuts_torn_lines_off_before_it_writes(tmp_path: Path) -> None:
-    with RunDirectory.open(tmp_path, config()) as run_dir:
-        run_dir.event("issued", ticket="0.0.0")
-        run_dir.rollouts(encoded(group("ok")))
-        run_dir.metrics({"step": 1})
-    names = ("events.jsonl", "rollouts.jsonl", "metrics.jsonl")
-    for name in names:
-        with (tmp_path / name).open("ab") as file:
-            file.write(b'{"event": "half a li')
-    with RunDirectory.open(tmp_path, config(), resume=True) as run_dir:
-        run_dir.event("resumed", from_step=1)
-        run_dir.rollouts(encoded(group("ok")))
-        run_dir.metrics({"step": 2})
-    assert [len(list(read_lines(tmp_path / name))) for name in names] == [2, 2, 2]
-
-
 def test_flush_may_run_in_a_thread_while_events_are_written(tmp_path: Path) -> None:
     with RunDirectory.open(tmp_path, config()) as run_dir:
         threads = [threading.Thread(target=run_dir.flush) for _ in range(4)]
@@ -374,86 +331,6 @@ def test_closing_twice_does_nothing(tmp_path: Path) -> None:
     run_dir = RunDirectory.open(tmp_path, config())
     run_dir.close()
     run_dir.close()
-
-
-# what a resume voids
-
-
-VOIDED = {
-    "what came after the snapshot of a checkpoint": (
-        "issued:a update:1 snapshot:1 issued:b checkpoint:1 update:2 resumed:1 update:2",
-        "issued:a update:1 snapshot:1 resumed:1 update:2",
-    ),
-    "also when the checkpoint event was lost": (
-        "update:1 snapshot:1 issued:b resumed:1",
-        "update:1 snapshot:1 resumed:1",
-    ),
-    "a newer checkpoint than the one resumed from": (
-        "snapshot:1 update:2 snapshot:2 update:3 resumed:1",
-        "snapshot:1 resumed:1",
-    ),
-    "what a second resume does again, not what the first one kept": (
-        "update:1 snapshot:1 update:2 resumed:1 update:2 resumed:1",
-        "update:1 snapshot:1 resumed:1",
-    ),
-    "everything, by a resume from the beginning": ("issued:a update:1 resumed:0", "resumed:0"),
-}
-
-
-@pytest.mark.parametrize("what", VOIDED)
-def test_a_resume_voids(what: str) -> None:
-    written, left = VOIDED[what]
-    field = {"resumed": "from_step", "issued": "ticket"}
-    pairs = [word.split(":") for word in written.split()]
-    events = [
-        {"event": kind, field.get(kind, "step"): int(value) if value.isdigit() else value}
-        for kind, value in pairs
-    ]
-    kept = [list(event.values())[:2] for event in surviving(events)]
-    assert " ".join(f"{kind}:{value}" for kind, value in kept) == left
-
-
-def test_voided_lines_are_moved_and_none_is_lost(tmp_path: Path) -> None:
-    with RunDirectory.open(tmp_path, config()) as run_dir:
-        run_dir.metrics({"step": 1})
-        sizes = run_dir.sizes()
-        for again in (20, 21):
-            run_dir.metrics({"step": again})
-            run_dir.cut(sizes)
-            run_dir.cut(sizes)
-            assert read_metrics(tmp_path) == [{"step": 1}]
-        run_dir.metrics({"step": 2})
-    assert read_metrics(tmp_path) == [{"step": 1}, {"step": 2}]
-    copies = [list(read_lines(tmp_path / "voided" / f"metrics.{n}.jsonl")) for n in (1, 2)]
-    assert copies == [[{"step": 20}], [{"step": 21}]]
-    assert len(list((tmp_path / "voided").iterdir())) == 2, (
-        "and no file for rollouts, of which there were none"
-    )
-
-
-def test_a_kill_while_voided_lines_are_moved_loses_none(tmp_path: Path, monkeypatch) -> None:
-    file = tmp_path / "metrics.jsonl"
-    file.write_text('{"step":1}\n{"step":2}\n')
-
-    def killed(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    for point in ((shutil, "copyfileobj"), (Path, "rename"), (os, "truncate")):
-        with monkeypatch.context() as patched:
-            patched.setattr(*point, killed)
-            with pytest.raises(KeyboardInterrupt):
-                cut(file, 11)
-        assert file.read_text() == '{"step":1}\n{"step":2}\n'
-    cut(file, 11)
-    assert file.read_text() == '{"step":1}\n'
-    assert {p.read_text() for p in (tmp_path / "voided").glob("*.jsonl")} == {'{"step":2}\n'}
-
-
-def test_a_cut_keeps_whole_lines_when_a_user_removed_one(tmp_path: Path) -> None:
-    file = tmp_path / "metrics.jsonl"
-    file.write_text('{"step":2}\n{"step":3}\n')
-    cut(file, 15)
-    assert file.read_text() == '{"step":2}\n'
 
 
 # the journal
@@ -524,13 +401,3 @@ async def test_p5_neither_a_lost_working_directory_nor_a_huge_error_ends_a_run(
     assert {line["index"] for line in failed} == {0}
     assert max(len(line["error"]) for line in failed) < 2 * MAX_TEXT
     assert "\x1b" not in out.getvalue()
-
-
-def test_examples_that_a_resume_kept_write_no_rollouts(tmp_path: Path) -> None:
-    """As in a run without a resume: the rows of the dataset are not rollouts."""
-    with RunDirectory.open(tmp_path / "run", config()) as run_dir:
-        for algorithm, lines in ((SFT(), 0), (GRPO(), 2)):
-            record = Recorder(run_dir, algorithm)
-            record.keep(group("ok", "ok"))
-            record.end("completed", 1)
-            assert len(list(read_lines(tmp_path / "run" / "rollouts.jsonl"))) == lines

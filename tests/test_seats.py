@@ -123,11 +123,11 @@ class Silent(Environment):
 @pytest.mark.parametrize(
     ("make", "error"),
     [
-        (lambda: Duel(info={"seat": "Z"}), "returned the seat 'Z', expected one of X, O"),
-        (lambda: Duel(info={"rewards": {"Z": 1}}), "returned the seat 'Z', expected one of X, O"),
+        (lambda: Duel(info={"seat": "Z"}), "seat 'Z'.*X, O"),
+        (lambda: Duel(info={"rewards": {"Z": 1}}), "seat 'Z'.*X, O"),
         (lambda: Duel(info={"seat": []}), r"returned the seat \[\], expected one of X, O"),
-        (lambda: Duel(info={"rewards": [1]}), r"info\['rewards'\] \[1\], expected one reward per"),
-        (lambda: Duel(info={"rewards": {"X": "1"}}), "reward '1' of X, expected a finite number"),
+        (lambda: Duel(info={"rewards": [1]}), r"info\['rewards'\] \[1\]"),
+        (lambda: Duel(info={"rewards": {"X": "1"}}), "'1' of X"),
         (Odd, r"Odd: got the seats .*, expected different names"),
         (Silent, "Silent has seats, so it must override step or run"),
     ],
@@ -253,7 +253,7 @@ async def test_an_opponent_that_fails_fails_its_rollout() -> None:
     assert "it returned None, expected a reply" in failed.info["error"]
     [[late, *_]] = (await played(opponents=named("hangs"), deadlines={"step": 0.05})).values()
     assert late.outcome == "timeout"
-    assert "took longer than deadlines.step" in late.info["error"]
+    assert "deadlines.step" in late.info["error"]
 
 
 async def test_a_server_with_openais_api_can_be_the_opponent(
@@ -285,9 +285,9 @@ async def test_a_server_with_openais_api_can_be_the_opponent(
 @pytest.mark.parametrize(
     ("sections", "error"),
     [
-        ({"opponents": {"Z": "openai"}}, "opponents: got 'Z', .* expected one of X, O"),
-        ({"opponents": {"X": bees, "O": bees}}, "opponents: got all seats, expected at least one"),
-        ({"opponents": {"X": "random"}}, "opponents.X.type: got 'random', expected openai, or a"),
+        ({"opponents": {"Z": "openai"}}, "opponents: got 'Z'.*X, O"),
+        ({"opponents": {"X": bees, "O": bees}}, "opponents: got all"),
+        ({"opponents": {"X": "random"}}, "opponents.X.type: got 'random'"),
         ({"opponents": {"X": test_a_server_with_openais_api_can_be_the_opponent}}, "the function"),
         ({"opponents": {"X": {"type": f"{HERE}bees", "n": 1}}}, "got n, but a function"),
         ({"opponents": {"X": {"type": "openai", "url": "http://a"}}}, "opponents.X.model"),
@@ -298,7 +298,7 @@ async def test_a_server_with_openais_api_can_be_the_opponent(
         (
             {"opponents": {"X": {"type": "openai", "url": "http://a", "model": "m",
                                  "api_key_env": "NO_SUCH_KEY"}}},
-            "the environment variable NO_SUCH_KEY is not set",
+            "NO_SUCH_KEY",
         ),
         (
             {"opponents": {"X": bees}, "environment": {"type": "echo"}},

