@@ -21,6 +21,7 @@ from retrain.errors import AdapterError
 from retrain.supervision import starting
 from retrain.vllm.client import AdapterSlots, VllmClient
 from retrain.vllm.server import Launch, VllmServer, _reserved_port, cause, write_worker
+from retrain.vllm.transfer import EXTENSION
 
 HEALTHY = """\
 import http.server, os, subprocess, sys
@@ -108,7 +109,9 @@ def test_the_environment_has_no_secrets_and_no_ranks(monkeypatch: pytest.MonkeyP
 
 def test_the_servers_part_of_retrain_needs_torch_and_vllm_alone(tmp_path: Path) -> None:
     write_worker(tmp_path)
-    package = tmp_path / "retrain" / "engine" / "vllm"
+    assert (tmp_path / "retrain" / "vllm" / "transfer.py").is_file()
+    module, _, _ = EXTENSION.rpartition(".")
+    assert tmp_path.joinpath(*module.split(".")).with_suffix(".py").is_file()
     found = set()
     for file in tmp_path.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
@@ -118,7 +121,6 @@ def test_the_servers_part_of_retrain_needs_torch_and_vllm_alone(tmp_path: Path) 
                 found |= {name.name for name in node.names}
     own = {name for name in found if name.startswith("retrain")}
     assert own == {"retrain.vllm.transfer"}
-    assert (package / "transfer.py").is_file()
     others = {name.partition(".")[0] for name in found - own} - sys.stdlib_module_names
     assert others == {"torch", "vllm"}
 

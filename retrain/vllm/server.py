@@ -149,11 +149,11 @@ def _words(name: str, value: Any) -> Iterator[str]:
 
 def write_worker(folder: Path) -> None:
     """Copy what runs inside a server, so that `folder` can be its PYTHONPATH."""
-    package = folder / "retrain" / "engine" / "vllm"
+    package = folder.joinpath(*__name__.split(".")[:-1])
     package.mkdir(parents=True, exist_ok=True)
     for name in ("worker.py", "transfer.py"):
         shutil.copy(Path(__file__).with_name(name), package / name)
-    for parent in (package, package.parent, package.parent.parent):
+    for parent in (package, package.parent):
         (parent / "__init__.py").touch()
 
 
