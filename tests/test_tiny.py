@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from unittest.mock import Mock
 
 import huggingface_hub.constants
 import pytest
@@ -220,6 +221,9 @@ def test_a_hub_id_is_kept_and_one_that_cannot_be_loaded_says_what_to_do(
     for load in (load_model, load_tokenizer):
         with pytest.raises(ConfigError, match="somebody/no-such-model"):
             load("somebody/no-such-model")
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", Mock(side_effect=RuntimeError))
+    with pytest.raises(ConfigError, match="not in the cache"):  # without the Hub's retries
+        load_tokenizer("somebody/no-such-model")
 
 
 def test_a_broken_model_folder_is_the_users_error(tmp_path: Path) -> None:

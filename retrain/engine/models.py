@@ -139,6 +139,7 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
 
     try:
         if not Path(folder).is_dir():
+            _check_hub(str(folder))
             cached_file(str(folder), "config.json")  # its error, unlike the next, has a reason
         elif not (Path(folder) / "tokenizer.json").is_file():
             from transformers import AutoTokenizer
@@ -149,6 +150,22 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
         return tokenizer
     except (OSError, ValueError) as error:
         raise _cannot_load("tokenizer", folder, error) from error
+
+
+def _check_hub(model: str) -> None:
+    """Raises OSError if a model is not in the cache and the Hub can't be reached, which its own
+    client says only after 25 s of retries."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError
+
+    if isinstance(try_to_load_from_cache(model, "config.json"), str):
+        return
+    try:
+        get_hf_file_metadata(hf_hub_url(model, "config.json"))
+    except HfHubHTTPError:  # what loads the file has a better message
+        return
+    except Exception as error:  # of the HTTP library that this version of the client uses
+        raise OSError(f"it is not in the cache, and the Hub can't be reached: {error}") from error
 
 
 def local_tokenizer(model: str) -> Tokenizer | None:
