@@ -358,7 +358,6 @@ def test_the_commands_are_listed_and_near_ones_suggested(
         assert "did you mean" not in capsys.readouterr().err
     for option, hint in {
         "--dryrun": "--dry-run",
-        "-q": "> run.log",
         "--rum-dir": "--run-dir",
         "--resum": "--resume",  # no abbreviations
     }.items():

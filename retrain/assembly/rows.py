@@ -23,8 +23,6 @@ def check_rows(prompts: PromptSource, checks: Sequence[CheckRow]) -> Iterator[st
     Yields a warning if it takes too long to check all. Raises PromptError with the places of the
     rows that can't be used.
     """
-    if not checks:
-        return
     count = len(prompts)
     wanted = range(count) if prompts.read_at_start else sorted({0, count - 1})
     problems: dict[str, list[int]] = {}

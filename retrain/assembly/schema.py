@@ -6,6 +6,7 @@ Short forms (`environment: echo`) are allowed where `load_config` allows them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -56,35 +57,35 @@ def run_schema() -> Json:
         sections[section]["type"] = ["array", "object", "string"]
         sections[section] |= {"if": {"type": "object"}, "then": sections[section]["items"]}
     head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "retrain run"}
-    tidy: Json = _on_one_line({**schema, **head})
+    tidy: Json = _changed({**schema, **head}, _on_one_line)
     return head | tidy
 
 
-def with_variables(value: Any) -> Any:
+def with_variables(schema: Any) -> Any:
     """The schema with `${NAME}` in the place of a number or a boolean."""
-    if isinstance(value, list):
-        return [with_variables(inner) for inner in value]
-    if not isinstance(value, dict):
-        return value
-    changed = {key: with_variables(inner) for key, inner in value.items()}
-    if value.get("type") in ("boolean", "integer", "number") and not value.keys() & {
-        "const",
-        "enum",
-    }:
-        changed |= {"type": [value["type"], "string"], "pattern": r"^\$\{[^{}]*\}$"}
-    return changed
+
+    def change(value: Json) -> None:
+        scalar = value.get("type") in ("boolean", "integer", "number")
+        if scalar and not value.keys() & {"const", "enum"}:
+            value |= {"type": [value["type"], "string"], "pattern": r"^\$\{[^{}]*\}$"}
+
+    return _changed(schema, change)
 
 
-def _on_one_line(value: Any) -> Any:
-    """The schema with each description on one line."""
+def _on_one_line(value: Json) -> None:
+    if isinstance(value.get("description"), str):
+        value["description"] = " ".join(value["description"].split())
+
+
+def _changed(value: Any, change: Callable[[Json], None]) -> Any:
+    """A copy of a JSON value, each object of which was passed to `change`."""
     if isinstance(value, list):
-        return [_on_one_line(inner) for inner in value]
+        return [_changed(inner, change) for inner in value]
     if not isinstance(value, dict):
         return value
-    tidy = {key: _on_one_line(inner) for key, inner in value.items()}
-    if isinstance(tidy.get("description"), str):
-        tidy["description"] = " ".join(tidy["description"].split())
-    return tidy
+    copy = {key: _changed(inner, change) for key, inner in value.items()}
+    change(copy)
+    return copy
 
 
 def _with_keys(model: Json, kind: str, models: Json) -> Json:

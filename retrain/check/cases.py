@@ -158,9 +158,10 @@ def solved_by_answers(scorer: Scorer) -> list[WeightedReward]:
     """The rewards of which the answer of a row should get all, and that no gate keeps from some:
     the answer solves the task, or is checked for it before a run."""
     parts = [part for part in scorer.rewards if not scorer.composition.is_gated(part.name)]
-    return [part for part in parts if _solved(inner(part))]
-
-
-def _solved(reward: RewardCalculator) -> bool:
-    checks = type(reward).check_row is not RewardCalculator.check_row
-    return reward.solved_by_answer or (checks and reward.needs_answer)
+    plain = RewardCalculator.check_row
+    return [
+        part
+        for part in parts
+        if (reward := inner(part)).solved_by_answer
+        or (reward.needs_answer and type(reward).check_row is not plain)
+    ]

@@ -204,7 +204,11 @@ async def _values(
 def _of_answers(values: Mapping[str, float], giver: str = "") -> Iterator[Finding]:
     """Whether the answers of several rows get the same reward; nan is a failure."""
     full = max((v for v in values.values() if not math.isnan(v)), default=0.0)
-    lower = [f"{row}: {_number(value)}" for row, value in values.items() if not value >= full]
+    lower = [
+        f"{row}: {'fails' if math.isnan(value) else format(value, 'g')}"
+        for row, value in values.items()
+        if not value >= full
+    ]
     if len(values) < 2:
         return
     if lower:
@@ -216,7 +220,3 @@ def _of_answers(values: Mapping[str, float], giver: str = "") -> Iterator[Findin
         yield warn(what, first_of(lower, "\n", SHOWN), advice)
     elif full > 0:
         yield ok(f"the answers of {len(values)} rows get {full:g} each{giver}")
-
-
-def _number(value: float) -> str:
-    return "fails" if math.isnan(value) else f"{value:g}"

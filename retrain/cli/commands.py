@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from retrain import __version__
-from retrain.cli.process import DONE, FAILED, USAGE, Parser, drive, exit_code, hint_of, leave
+from retrain.cli.process import DONE, FAILED, USAGE, Parser, drive, exit_code, leave
 from retrain.cli.run import main as run_command
 from retrain.errors import nearest
 
@@ -47,8 +47,10 @@ def command(argv: Sequence[str]) -> int:
         print(f"retrain {__version__}")
         return DONE
     if name not in COMMANDS:
-        hint = hint_of(name, ["--help", "--version"]) or nearest(name, COMMANDS)
-        hint = hint or f"; expected one of {', '.join(COMMANDS)}"
+        hint = (
+            nearest(name, ["--help", "--version", *COMMANDS])
+            or f"; expected one of {', '.join(COMMANDS)}"
+        )
         print(f"error: unknown command {name!r}{hint}", file=sys.stderr)
         return USAGE
     called = {"run": run_command, "check": _check, "report": _report, "chat": _chat}

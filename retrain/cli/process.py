@@ -31,6 +31,7 @@ from retrain.errors import (
     blame,
     nearest,
     printable,
+    text_of,
 )
 from retrain.observe.streams import let_go
 
@@ -47,12 +48,6 @@ STUCK_SECONDS = 3.0
 REPORT_SECONDS = 2.0
 """How long another rank waits with its exit code while rank 0 reports a wrong config."""
 T = TypeVar("T")
-HINTS = {
-    ("-q", "--quiet", "--silent"): "redirect the output: > run.log 2>&1",
-    ("-v", "--verbose", "--debug"): "all that happens is in events.jsonl of the run directory",
-    ("-V", "--version"): "the version: retrain --version",
-}
-"""What other programs' options are here."""
 
 
 def exit_code(command: Callable[[], int], places: Sequence[Path] = ()) -> int:
@@ -217,44 +212,27 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         head, _, unknown = message.partition("unrecognized arguments: ")
         names = [name for action in self._actions for name in action.option_strings]
-        hints = [hint_of(name.partition("=")[0], names) for name in unknown.split() if not head]
+        given = [name.partition("=")[0] for name in unknown.split() if name.startswith("--")]
+        hints = [nearest(name, names) for name in given if not head]
         super().error(message + "".join(hints))
-
-
-def hint_of(name: str, known: Sequence[str]) -> str:
-    """What to do about an unknown option: "; did you mean ...?", or nothing."""
-    for names, hint in HINTS.items():
-        if name in names:
-            return f"; {hint}"
-    return nearest(name, known) if name.startswith("--") else ""
 
 
 def _print_causes(error: BaseException, causes: Sequence[BaseException]) -> None:
     """One message per cause, with its notes; causes of one kind are counted."""
+    from retrain.config.plugins import line_of
     from retrain.observe import failure
 
     kinds: dict[str, list[list[str]]] = {}
     for cause in causes:
-        text = _message(cause)
+        text = text_of(cause)
+        if not isinstance(cause, RetrainError):  # unexpected
+            text = f"{type(cause).__name__}: {text}{line_of(cause)}"
         kinds.setdefault(alike(text), []).append([text, *failure.notes_of(cause)])
     for (text, *notes), *others in kinds.values():
         more = f" (and {len(others)} more like it)" if others else ""
         say("\n  ".join([f"error: {text}{more}", *notes]))
     for note in () if error in causes else failure.notes_of(error):
         say(note)
-
-
-def _message(error: BaseException) -> str:
-    """What the error says; an unexpected one with its type and line."""
-    from retrain.config.plugins import line_of
-    from retrain.errors import text_of
-
-    text = text_of(error)
-    return (
-        text
-        if isinstance(error, RetrainError)
-        else f"{type(error).__name__}: {text}{line_of(error)}"
-    )
 
 
 def _unread() -> bool:

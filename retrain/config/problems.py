@@ -33,9 +33,6 @@ _LIMITS = {
     "less_than": ("<", "lt"),
     "less_than_equal": ("<=", "le"),
 }
-_MISSING = {
-    "type": "expected a built-in name, module:Class or path/file.py:Class",
-}
 
 
 def problems_of(
@@ -82,8 +79,8 @@ def _lines(
         models = _place(keys, location)[1] if isinstance(keys, type) else ()
         return [_no_such_type(path, details[0]["ctx"], models)]
     if kind == "missing":
-        advice = _MISSING.get(str(location[-1]), missing)
-        return [f"{path}: missing; {advice}{_type_as_key(location[-1], value)}"]
+        wanted = "expected a built-in name, module:Class or path/file.py:Class"
+        return [f"{path}: missing; {wanted if location[-1] == 'type' else missing}"]
     if kind == "value_error" and isinstance(value, Mapping):  # a validator of the section
         return [f"{path}: {details[0]['ctx']['error']}"]
     expected = " or ".join(dict.fromkeys(map(_expected, details)))
@@ -100,14 +97,6 @@ def _unknown_keys(path: str, value: Any, names: Mapping[str, str]) -> Iterator[s
 def _no_such_type(path: str, context: Mapping[str, Any], options: Sequence[type[BaseModel]]) -> str:
     got = f"got {context['tag']!r}" if "tag" in context else "missing"
     return f"{path}.type: {got}, expected {' or '.join(map(_tag, options))}"
-
-
-def _type_as_key(missing: int | str, section: Any) -> str:
-    """Advice for `{numeric: {...}}`, whose only key is a type."""
-    if missing != "type" or not isinstance(section, Mapping) or len(section) != 1:
-        return ""
-    [(name, inner)] = section.items()
-    return f"; write {{type: {name}, ...}}" if inner is None or isinstance(inner, Mapping) else ""
 
 
 def _in_yaml(value: Any) -> str:

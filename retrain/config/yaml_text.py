@@ -67,8 +67,8 @@ def parse_yaml(text: str, source: str = "") -> tuple[Any, Marks]:
             return None, {}
         marks: Marks = {}
         twice: list[str] = []
-        _walk(node, "", marks, twice)
-        _warn_of_comments(node, text, f"{source}: " if source else "")
+        for path, scalar in _scalars(node, "", marks, twice):
+            _warn_of_comment(path, scalar, text, f"{source}: " if source else "")
         value = loader.construct_document(node)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -85,12 +85,16 @@ def parse_yaml(text: str, source: str = "") -> tuple[Any, Marks]:
     return value, marks
 
 
-def _warn_of_comments(node: Any, text: str, head: str) -> None:
-    for path, number in _cut_off(node, "", text):
+def _warn_of_comment(path: str, node: Any, text: str, head: str) -> None:
+    """Warn of a string without quotes that a comment may end by mistake: before ##, and one of
+    `_TEXTS` before any #."""
+    comment = _COMMENT.match(text, node.end_mark.index) if node.style is None else None
+    is_text = path.rpartition(".")[2] in _TEXTS
+    if comment and (is_text or (comment[1] and node.tag.endswith(":str"))):
         _log.warning(
             "%sline %d: %s ends before the #, which starts a comment in YAML. If the # belongs to "
             "the value, put the value in quotes",
-            head, number, path or "the value",
+            head, node.end_mark.line + 1, path or "the value",
         )  # fmt: skip
 
 
@@ -137,26 +141,24 @@ def apply_override(config: dict[str, Any], path: Sequence[str], value: Any) -> N
 
 
 def _index(items: list[Any], key: str, here: str) -> int:
-    if not key.isdigit():
+    if not key.isdigit() or int(key) > len(items):
         raise ConfigError(
-            f"argument {here}.{key}=...: {here} is a list of {len(items)}; expected an index, such "
-            f"as {here}.0.{key}"
-        )
-    if int(key) > len(items):
-        raise ConfigError(
-            f"argument {here}.{key}=...: {here} is a list of {len(items)}; "
-            f"expected an index from 0 to {len(items)}"
+            f"argument {here}.{key}=...: {here} is a list of {len(items)}; expected an index from "
+            f"0 to {len(items)}, such as {here}.0"
         )
     return int(key)
 
 
-def _walk(node: Any, path: str, marks: Marks, twice: list[str]) -> None:
-    """Note the line of every path below `node`, and the keys that appear twice in one mapping."""
+def _scalars(
+    node: Any, path: str, marks: Marks, twice: list[str]
+) -> Iterator[tuple[str, yaml.ScalarNode]]:
+    """The scalars below `node`, with their paths. Notes the line of every path in `marks`, and the
+    keys that appear twice in one mapping in `twice`."""
     if isinstance(node, yaml.SequenceNode):
         for index, value in enumerate(node.value):
             inner = f"{path}.{index}".lstrip(".")
             marks[inner] = value.start_mark.line + 1
-            _walk(value, inner, marks, twice)
+            yield from _scalars(value, inner, marks, twice)
     elif isinstance(node, yaml.MappingNode):
         seen: Marks = {}
         for key, value in node.value:
@@ -167,22 +169,9 @@ def _walk(node: Any, path: str, marks: Marks, twice: list[str]) -> None:
                     twice.append(f"line {line}: duplicate key {inner}, first in line {first}")
                 seen[key.value] = line
             marks[inner] = line
-            _walk(value, inner, marks, twice)
-
-
-def _cut_off(node: Any, path: str, text: str) -> Iterator[tuple[str, int]]:
-    """The strings without quotes that a comment may end by mistake, with their lines: before ##,
-    and those of `_TEXTS` before any #."""
-    if isinstance(node, yaml.MappingNode):
-        for key, value in node.value:
-            yield from _cut_off(value, f"{path}.{key.value}".lstrip("."), text)
-    elif isinstance(node, yaml.SequenceNode):
-        for index, value in enumerate(node.value):
-            yield from _cut_off(value, f"{path}.{index}".lstrip("."), text)
-    elif node.style is None and (comment := _COMMENT.match(text, node.end_mark.index)):
-        is_text = path.rpartition(".")[2] in _TEXTS
-        if is_text or (comment[1] and node.tag.endswith(":str")):
-            yield path, node.end_mark.line + 1
+            yield from _scalars(value, inner, marks, twice)
+    else:
+        yield path, node
 
 
 def _kind(value: Any) -> str:

@@ -164,15 +164,11 @@ class Callbacks:
     """Calls callbacks in order; raises TypeError if one is a class or not a Callback."""
 
     def __init__(self, callbacks: Sequence[Callback] = ()) -> None:
-        if not isinstance(callbacks, Sequence):
-            raise TypeError(
-                f"callbacks: got {shown(callbacks)}, expected a list of Callback instances"
-            )
-        for callback in callbacks:
-            if not isinstance(callback, Callback):
+        for one in callbacks if isinstance(callbacks, Sequence) else [None]:
+            if not isinstance(one, Callback):
                 raise TypeError(
-                    f"callbacks: got {shown(callback)}, expected an instance of a class that is "
-                    "derived from retrain.Callback"
+                    f"callbacks: got {shown(callbacks)}, expected a list of instances of classes "
+                    "that are derived from retrain.Callback"
                 )
         self._callbacks = tuple(callbacks)
 

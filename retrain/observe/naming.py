@@ -11,8 +11,7 @@ from itertools import count
 from pathlib import Path
 
 from retrain.config import RunConfig
-from retrain.errors import ConfigError
-from retrain.observe.run_dir import EVENTS, read_config
+from retrain.observe.run_dir import EVENTS, read_config, unwritable
 
 
 def wanted_folder(config: RunConfig) -> Path:
@@ -37,10 +36,7 @@ def unused_folder(config: RunConfig) -> Path:
         except FileExistsError:
             continue
         except OSError as error:
-            raise ConfigError(
-                f"can't write the run directory {folder.absolute()}: {error.strerror or error}; "
-                "choose another with --run-dir"
-            ) from error
+            raise unwritable(folder.absolute(), error) from error
         return folder
     raise AssertionError("count() ends")
 

@@ -125,7 +125,7 @@ class RunDirectory:
         except InUseError as error:
             raise _in_use_by(str(error), path) from None
         except OSError as error:
-            raise _unwritable(path, error) from error
+            raise unwritable(path, error) from error
         with ExitStack() as unlock:
             unlock.callback(lock.release)
             if not resume:
@@ -231,11 +231,11 @@ def check_usable(path: Path, *, resume: bool) -> None:
     try:
         process = holder(path)
     except OSError as error:
-        raise _unwritable(path, error) from error
+        raise unwritable(path, error) from error
     if process:
         raise _in_use_by(process, path)
     if path.exists() and not path.is_dir():
-        raise _unwritable(path, NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)))
+        raise unwritable(path, NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)))
     _check_run(path, resume=resume)
 
 
@@ -250,7 +250,7 @@ def _check_run(path: Path, *, resume: bool) -> None:
         )
 
 
-def _unwritable(path: Path, error: OSError) -> ConfigError:
+def unwritable(path: Path, error: OSError) -> ConfigError:
     return ConfigError(
         f"can't write the run directory {path}: {error.strerror or error}; choose another with "
         "--run-dir"
@@ -330,10 +330,7 @@ def resolved(config: RunConfig) -> dict[str, Any]:  # any: plain YAML values
 
 def as_yaml(config: RunConfig) -> str:
     """`resolved` as a config file, which works in any folder."""
-    values = config.model_dump()
-    if "${" in repr(values):
-        values = escaped(values)
-    values = _without_secrets(plain(values))
+    values = _without_secrets(plain(escaped(config.model_dump())))
     text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
     return f"{BASE_DIR_NOTE}{config.base_dir.absolute()}\n{text}"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from itertools import chain
 from statistics import fmean
@@ -12,6 +13,9 @@ from retrain.observe.journal import Row, known, shares
 
 MAX_POINTS = 600
 """Points per series; longer series are averaged in equal parts."""
+
+MAX_BARS = 20
+"""Bars of a histogram."""
 
 Point = tuple[float, float]
 """(step, value)."""
@@ -92,6 +96,16 @@ def _error(row: Row) -> float:
     prefix = "eval/" if "eval/reward/std" in row else ""
     spread, count = row.get(f"{prefix}reward/std"), row.get(f"{prefix}rollouts/ok")
     return spread / math.sqrt(count) if known(spread) and known(count) and count else 0.0
+
+
+def histogram(values: Counter[float]) -> dict[str, Any]:
+    """The lowest and the highest value, and the counts of equal parts between them."""
+    low, high = min(values), max(values)
+    bars = [0] * (min(MAX_BARS, len(values)) if high > low else 1)
+    for value, count in values.items():
+        place = (value / 2 - low / 2) / (high / 2 - low / 2) if high > low else 0.0
+        bars[min(len(bars) - 1, math.floor(place * len(bars)))] += count
+    return {"low": low, "high": high, "bars": bars, "count": values.total()}
 
 
 def points(rows: Sequence[Row], key: str) -> list[Point]:

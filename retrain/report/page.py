@@ -30,7 +30,7 @@ from retrain.observe.run_dir import (
     surviving,
     write_whole,
 )
-from retrain.report.charts import charts
+from retrain.report.charts import charts, histogram
 from retrain.report.samples import Samples
 from retrain.report.timeline import Event, Fates, fates, timeline, waste, without_outages
 from retrain.report.verdict import bottleneck, findings
@@ -83,7 +83,7 @@ def digest(run_dir: Path) -> dict[str, Any]:  # any: JSON values
         "history": _history(every_event),
         "charts": charts(rows, evaluations),
         "components": [
-            {"name": name, **values.drawn()} for name, values in samples.components.items()
+            {"name": name, **histogram(values)} for name, values in samples.components.items()
         ][:MAX_CAUSES],
         "timeline": timeline(events, found),
         "waste": wasted,
@@ -142,10 +142,11 @@ def _facts(
 ) -> list[dict[str, str]]:
     """The numbers at the top of the page."""
     steps = config.get("train", {}).get("total_train_steps")
+    n = samples_in(evaluations[-1]) if evaluations else ""
     facts = [
         ("steps", f"{rows[-1]['step'] if rows else 0}" + (f" of {steps}" if steps else "")),
         *_rewards([{k: v for k, v in row.items() if v is not None} for row in rows]),
-        *_evaluated(evaluations),
+        *((f"evaluation {place}{n}", value) for value, place in milestones(evaluations)),
         ("time", clock_text(_seconds(rows, events))),
         ("rollouts", f"{found.outcomes.total():,}"),
         ("sampled tokens", short(sum(found.tokens.values()))),
@@ -167,17 +168,14 @@ def _rewards(rows: Sequence[Row]) -> list[tuple[str, str]]:
     return [("mean reward", f"{fmean(rewards):.3f}" if rewards else "\N{EN DASH}")]
 
 
-def _evaluated(evaluations: Sequence[Event]) -> list[tuple[str, str]]:
-    """The first, the best and the last evaluation."""
-    count = samples_in(evaluations[-1]) if evaluations else ""
-    return [(f"evaluation {place}{count}", value) for value, place in milestones(evaluations)]
-
-
 def _history(events: Sequence[Event]) -> list[str]:
     """The main events of the run, in words."""
     start = float(events[0]["time"]) if events else 0.0
     words: dict[str, Callable[[Event], str]] = {
-        "resumed": lambda e: f"resumed from step {e.get('from_step')}" + _changed(e),
+        "resumed": lambda e: (
+            f"resumed from step {e.get('from_step')}"
+            + (f", changed: {first_of(e['changed'])}" if e.get("changed") else "")
+        ),
         "checkpoint": lambda e: f"checkpoint of step {e.get('step')}",
         "incomplete": lambda e: f"skipped an incomplete checkpoint: {e.get('checkpoint')}",
         "export": lambda e: (
@@ -204,11 +202,6 @@ def _server(event: Event) -> str:
     if state == "back":
         return f"the server {url} is back after {clock_text(float(event.get('seconds') or 0.0))}"
     return f"the server {url} is {state}: {event.get('error')}"
-
-
-def _changed(event: Event) -> str:
-    changed = event.get("changed") or ()
-    return f", changed: {first_of(changed)}" if changed else ""
 
 
 def _counted(counter: Counter[str]) -> list[dict[str, Any]]:

@@ -13,7 +13,6 @@ from typing import Any
 
 from retrain.observe.causes import Causes
 from retrain.observe.journal import known
-from retrain.report.histogram import Histogram
 
 PICKED = 6
 """Rollouts of each kind that a report shows."""
@@ -44,8 +43,8 @@ class Samples:
         """Turns, by stop reason."""
         self.seconds: Counter[str] = Counter()
         """Summed over rollouts, by stage."""
-        self.components: dict[str, Histogram] = {}
-        """The values of each component of the scored rollouts."""
+        self.components: dict[str, Counter[float]] = {}
+        """The values of each component of the scored rollouts, rounded so that they are few."""
         self._kept: dict[str, list[Ranked]] = {kind: [] for kind in KINDS}
         numbers = count()
         for _, lines in groupby(
@@ -94,7 +93,7 @@ class Samples:
         scored = (seat.get("rewards") or {}) if seat.get("outcome") == "ok" else {}
         for name, value in scored.items():
             if known(value):
-                self.components.setdefault(name, Histogram()).add(float(value))
+                self.components.setdefault(name, Counter())[float(f"{value:.4g}")] += 1
 
     def _keep(self, kind: str, rollout: Rollout, rank: float | None = None) -> None:
         """Keep the highest ranks; of equal ones the latest, since it shows the current model."""
