@@ -198,24 +198,24 @@ def last(left: dict[str, int], path: str) -> bool:
     return counted(left, path) and not left[path]
 
 
+FLAGS = {
+    "host": "127.0.0.1", "port": 8000, "served-model-name": None, "dtype": "auto", "api-key": None,
+    "max-num-seqs": 256, "tensor-parallel-size": 1, "logprobs-mode": "raw_logprobs",
+    "max-logprobs": 20, "max-loras": 1, "max-lora-rank": 16, "worker-extension-cls": "",
+}  # fmt: skip
+"""Flags with a value, and their defaults."""
+
+
 def parser() -> argparse.ArgumentParser:
     """vLLM's flags, as far as they have an effect here."""
     made = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     made.add_argument("--model", required=True)
-    made.add_argument("--host", default="127.0.0.1")
-    made.add_argument("--port", type=int, default=8000)
-    made.add_argument("--served-model-name")
-    made.add_argument("--dtype", default="auto")
-    made.add_argument("--max-model-len", type=int)
-    made.add_argument("--max-num-seqs", type=int, default=256)
-    made.add_argument("--tensor-parallel-size", type=int, default=1)
-    made.add_argument("--logprobs-mode", default="raw_logprobs")
-    made.add_argument("--max-logprobs", type=int, default=20)
-    made.add_argument("--enable-scale-out", action="store_true")
-    made.add_argument("--enable-lora", action="store_true")
-    made.add_argument("--max-loras", type=int, default=1)
-    made.add_argument("--max-cpu-loras", type=int)
-    made.add_argument("--max-lora-rank", type=int, default=16)
-    made.add_argument("--worker-extension-cls", default="")
-    made.add_argument("--api-key")
+    for name, default in FLAGS.items():
+        made.add_argument(
+            f"--{name}", type=int if isinstance(default, int) else str, default=default
+        )
+    for name in ("max-model-len", "max-cpu-loras"):
+        made.add_argument(f"--{name}", type=int)
+    for name in ("enable-scale-out", "enable-lora"):
+        made.add_argument(f"--{name}", action="store_true")
     return made

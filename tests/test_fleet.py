@@ -6,7 +6,7 @@ import logging
 import pytest
 
 from benchmarks.fleet import ROWS, Case, play
-from benchmarks.fleet_engine import TOKENS, Curve, Engine, EngineLostError
+from benchmarks.fleet_engine import TOKENS, Curve, Engine
 from tests.chaos.judgement import judge_log
 from tests.chaos.virtual_time import VirtualLoop
 
@@ -79,38 +79,3 @@ def test_an_engine_takes_the_time_of_its_curve(prompts, lengths, seconds):
         await asyncio.gather(*(engine.sample(prompt, lengths) for prompt in prompts))
 
     assert timed(both)[1] == pytest.approx(seconds)
-
-
-@pytest.mark.parametrize(
-    ("mode", "seconds", "versions"),
-    [
-        ("adapter", 15, [0]),
-        ("keep_cache", 15 + 5, [0]),
-        ("recompute", 15 + 5 + PREFILL + 6 * CURVE.compute, [0]),  # 6 tokens were decoded
-        ("drain", 15 + 5 + PREFILL + 15, [0, 1]),
-    ],
-)
-def test_a_push_holds_up_what_is_in_flight(mode, seconds, versions):
-    async def pushed(engine):
-        first = asyncio.create_task(engine.sample([1], [10]))
-        await asyncio.sleep(PREFILL + 9)
-        swap = asyncio.create_task(engine.swap(1, mode, 0.0 if mode == "adapter" else 5.0))
-        await asyncio.sleep(0)
-        if mode == "drain":
-            return [*await first, *await engine.sample([1], [10]), *[await swap or 1][1:]]
-        await swap
-        return await first
-
-    assert timed(pushed) == (versions, pytest.approx(PREFILL + seconds))
-
-
-def test_an_engine_that_dies_loses_its_tokens():
-    async def killed(engine):
-        request = asyncio.create_task(engine.sample([1], [2, 10]))
-        await asyncio.sleep(PREFILL + 4 + 6)  # two steps of 2 s, then four of 1.5 s
-        engine.die()
-        with pytest.raises(EngineLostError):
-            await request
-        return engine.lost
-
-    assert timed(killed)[0] == pytest.approx(2 + 6)

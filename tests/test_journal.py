@@ -8,6 +8,7 @@ import types
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -44,6 +45,7 @@ def test_values_that_json_lacks_are_written_all_the_same() -> None:
                 "bad": Unprintable(),
                 "cyclic": cyclic,
                 "set": {1},
+                "numbers": [numpy.float32(0.5), numpy.int64(3)],
             }
         )
     )
@@ -53,18 +55,13 @@ def test_values_that_json_lacks_are_written_all_the_same() -> None:
     assert line["keys"] == {"(1, 2)": 3, "4": 5}
     assert line["bad"] == "<Unprintable: its repr raised RuntimeError>"
     assert line["set"] == "{1}"
+    assert line["numbers"] == [0.5, 3]
     assert "cyclic" in line
-
-
-def test_numpy_numbers_are_numbers() -> None:
-    numpy = pytest.importorskip("numpy")
-    line = json.loads(encode({"a": numpy.float32(0.5), "b": numpy.int64(3), "c": numpy.float64(2)}))
-    assert line == {"a": 0.5, "b": 3, "c": 2.0}
 
 
 def test_a_lone_surrogate_and_odd_line_ends_stay_one_line(tmp_path: Path) -> None:
     text = "\udc80 \u2028 \x85 \r\n é 漢"
-    with_journal(tmp_path / "x.jsonl", {"text": text})
+    (tmp_path / "x.jsonl").write_bytes(encode({"text": text}) + b'\n{"torn')
     assert list(read_lines(tmp_path / "x.jsonl")) == [{"text": text}]
     (tmp_path / "x.jsonl").read_bytes().decode("utf-8")
 
@@ -81,12 +78,6 @@ def test_every_line_is_one_line_of_valid_json(line: dict[str, Any]) -> None:
     text = encode(line)
     assert b"\n" not in text
     json.loads(text, parse_constant=pytest.fail)
-
-
-def test_a_line_that_is_torn_is_passed_over(tmp_path: Path) -> None:
-    path = tmp_path / "x.jsonl"
-    path.write_bytes(b'{"a":1}\n{"a":')
-    assert list(read_lines(path)) == [{"a": 1}]
 
 
 def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path) -> None:
@@ -131,10 +122,4 @@ def test_a_full_disk_is_an_error_that_names_the_file(tmp_path: Path) -> None:
         lines.flush()
     with pytest.raises(RunError, match="No space left"):
         lines.close()
-    lines.close()
-
-
-def with_journal(path: Path, line: dict[str, Any]) -> None:
-    lines = Journal(path)
-    lines.write(encode(line))
     lines.close()

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
 
@@ -111,9 +112,11 @@ def test_a_group_survives_the_way_through_json():
     trajectory = Trajectory(
         prompt, [turn], {"r": 0.1}, {"n": 1}, "ok", 0.1, [{"role": "user", "content": "?"}], (tool,)
     )
-    group = Group(prompt, [trajectory])
+    group = Group(prompt, [trajectory, Trajectory(replace(prompt, index=1), index=1)])
     saved = json.loads(json.dumps(group_to_json(group)))
-    assert group_from_json(saved, lambda ticket: prompt) == group
+    again = group_from_json(saved, lambda ticket: prompt)
+    assert again == group
+    assert [t.prompt.index for t in again.trajectories] == [0, 1]
 
 
 ROWS = (

@@ -327,12 +327,6 @@ def test_flush_may_run_in_a_thread_while_events_are_written(tmp_path: Path) -> N
     assert [event["ticket"] for event in read_events(tmp_path)] == list(range(2000))
 
 
-def test_closing_twice_does_nothing(tmp_path: Path) -> None:
-    run_dir = RunDirectory.open(tmp_path, config())
-    run_dir.close()
-    run_dir.close()
-
-
 # the journal
 
 

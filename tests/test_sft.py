@@ -1,7 +1,5 @@
 """SFT through the one pipe: the loss is plain cross-entropy, whatever the backend."""
 
-import json
-
 import pytest
 import torch
 from backends_kit import FULL, LORA, histories, run_of, whole_and_resumed
@@ -149,11 +147,3 @@ def test_what_has_no_meaning_beside_sft_is_refused_before_a_model_loads(tmp_path
     with pytest.raises(ConfigError) as caught:
         assemble(run_of(tmp_path, FULL["trl"], **{**SFT, **changes}))
     assert message in str(caught.value)
-
-
-async def test_the_resolved_config_of_a_run_can_be_run_again(tmp_path):
-    from retrain.config import load_config
-
-    await train(run_of(tmp_path, FULL["trl"], **SFT))
-    assert assemble(load_config(tmp_path / "config.yaml")).loss == "cross_entropy"
-    assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])["loss"] > 0

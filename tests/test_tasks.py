@@ -15,9 +15,8 @@ from retrain.check import check_environment, check_subject
 from retrain.cli.run import main
 from retrain.config import parse_config
 from retrain.errors import ConfigError
-from retrain.pipeline.checkpoint import group_from_json, group_to_json
 from retrain.prompts import ListPrompts
-from retrain.types import Group, Ticket, Trajectory
+from retrain.types import Ticket
 
 
 class Dice(Environment):
@@ -122,18 +121,6 @@ def test_the_seed_of_a_prompt_is_that_of_its_task() -> None:
     assert len(seeds) == 5
     assert all(0 <= seed < 2**31 for seed in seeds)
     assert first.seed == 866579289  # a resume on another machine agrees
-
-
-def test_a_group_of_a_checkpoint_has_its_prompts_again() -> None:
-    source = ListPrompts(["a"])
-    prompt = source.prompt(Ticket(2, 0), 5)
-    group = Group(prompt, [Trajectory(prompt, index=index) for index in range(2)])
-    again = group_from_json(group_to_json(group), lambda ticket: source.prompt(ticket, 5))
-    assert again.prompt == prompt
-    assert [(t.prompt.seed, t.prompt.index) for t in again.trajectories] == [
-        (prompt.seed, 0),
-        (prompt.seed, 1),
-    ]
 
 
 ENVIRONMENT = """
