@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 
+from retrain.observe import peak
 from retrain.observe.peak import in_words, peak_memory
 
 CHILD = """
@@ -43,16 +44,16 @@ def test_the_peak_counts_children_and_theirs(program: str) -> None:
 def test_a_child_that_ends_meanwhile_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run with sandboxes has children that end at any time."""
     with subprocess.Popen(["sleep", "100"]) as child:
-        real = os.listdir
 
-        def listdir(path: str) -> list[str]:
-            if str(child.pid) in path:  # it was found, and ends
+        def ends(process: int, measured: Callable[[int], int] = peak._peak) -> int:
+            if process == child.pid:  # it was found, and ends
                 child.kill()
                 child.wait()
-            return real(path)
+            return measured(process)
 
-        monkeypatch.setattr(os, "listdir", listdir)
+        monkeypatch.setattr(peak, "_peak", ends)
         assert peak_memory({})["ram"] > 0
+        assert child.returncode is not None, "it was found"
 
 
 def test_the_peak_of_this_process_imports_no_torch() -> None:

@@ -112,7 +112,8 @@ def test_a_group_survives_the_way_through_json():
     trajectory = Trajectory(
         prompt, [turn], {"r": 0.1}, {"n": 1}, "ok", 0.1, [{"role": "user", "content": "?"}], (tool,)
     )
-    group = Group(prompt, [trajectory, Trajectory(replace(prompt, index=1), index=1)])
+    second = replace(trajectory, prompt=replace(prompt, index=1), index=1)
+    group = Group(prompt, [trajectory, second])
     saved = json.loads(json.dumps(group_to_json(group)))
     again = group_from_json(saved, lambda ticket: prompt)
     assert again == group
