@@ -93,8 +93,3 @@ class Notes(Callback):
         COUNTS["trained"] += 1
         if self.to:
             (trainer.run_dir.path / self.to).write_text(str(step))
-
-
-def squared(logprobs: Any, old_logprobs: Any, advantages: Any, mask: Any) -> Any:
-    """A loss of one's own."""
-    return (advantages * (logprobs - old_logprobs) ** 2 * mask).sum()

@@ -11,10 +11,7 @@ from retrain.observe.callbacks import Callbacks, TrainingResult
 from retrain.observe.rollout_lines import encoded
 from retrain.observe.run_dir import RunDirectory
 from retrain.types import Completion, Group, Prompt, Trajectory, Turn
-
-
-def config(**sections: Any) -> RunConfig:
-    return RunConfig.model_validate({"prompts": {"type": "list"}, **sections})
+from tests.run_dir_kit import config
 
 
 @dataclass
@@ -26,10 +23,6 @@ class ObservedRun:
     step: int = 0
     version: int = 0
     total_steps: int = 4
-    stopped: bool = False
-
-    def request_stop(self) -> None:
-        self.stopped = True
 
     async def play(
         self, callbacks: Callbacks, rows: list[dict[str, float]], status: Any = "completed"

@@ -11,7 +11,8 @@ import pytest
 
 from retrain.observe.callbacks import Callback, Callbacks, TrainingResult, tenths
 from retrain.observe.run_dir import RunDirectory
-from tests.observed import ObservedRun, config
+from tests.observed import ObservedRun
+from tests.run_dir_kit import config
 
 
 @pytest.fixture

@@ -157,6 +157,8 @@ def test_a_run_resumes_from_its_own_config_and_from_a_dry_run_whatever_defaults_
 CHANGES = {
     "algorithm.loss=ppo": "changed: algorithm.loss: was 'dapo'",
     "algorithm.group_size=2": "algorithm.group_size: was 4",
+    "train.groups_per_step=3": "train.groups_per_step: was 2",
+    "model=other": "model: was 'tiny'",
     "environment.tries=3": "changed: environment.tries: was 2",
     "environment.words=[up]": "environment.words: was ['up'",
     "algorithm.kl_penalty=0.1": "algorithm.kl_penalty: was 0.0",

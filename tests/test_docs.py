@@ -165,17 +165,14 @@ def test_the_commands_of_a_page_are_valid(
 
 
 @pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
-def test_the_links_of_a_page_lead_to_files(page: Path) -> None:
-    text = BLOCK.sub("", page.read_text(encoding="utf-8"))
+def test_the_links_and_paths_of_a_page_lead_to_files(page: Path) -> None:
+    whole = page.read_text(encoding="utf-8")
+    named = [path for path in PATH.findall(whole) if "NAME" not in path]
+    assert not [path for path in named if not (ROOT / path).exists()]
+    text = BLOCK.sub("", whole)
     targets = [target.partition("#")[0] for target in LINK.findall(text)]
     local = [target for target in targets if target and "://" not in target]
     assert not [target for target in local if not (page.parent / target).exists()]
-
-
-@pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
-def test_the_files_that_a_page_names_exist(page: Path) -> None:
-    named = [path for path in PATH.findall(page.read_text(encoding="utf-8")) if "NAME" not in path]
-    assert not [path for path in named if not (ROOT / path).exists()]
 
 
 def test_the_page_of_losses_names_each() -> None:

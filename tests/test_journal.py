@@ -100,7 +100,7 @@ def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path) -> None:
 def test_repair_cuts_after_the_last_whole_line(tmp_path: Path, content: bytes, left: bytes) -> None:
     path = tmp_path / "x.jsonl"
     path.write_bytes(content)
-    assert repair(path) == len(content) - len(left)
+    repair(path)
     assert path.read_bytes() == left
 
 

@@ -20,7 +20,8 @@ from retrain.observe.loggers.tensorboard import TensorBoardLogger
 from retrain.observe.loggers.trackio import TrackioLogger
 from retrain.observe.loggers.wandb import WandbLogger
 from retrain.observe.run_dir import RunDirectory
-from tests.observed import ObservedRun, config
+from tests.observed import ObservedRun
+from tests.run_dir_kit import config
 
 ROWS = [{"step": 1, "loss": 0.5}, {"step": 2, "loss": math.nan, "entropy": 1.5}]
 

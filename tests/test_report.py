@@ -22,7 +22,8 @@ from retrain.report.page import digest, write_report
 from retrain.report.samples import MAX_TEXT, PICKED, Samples
 from retrain.report.timeline import MAX_INTERVALS, fates, timeline, waste, without_outages
 from retrain.report.verdict import bottleneck, findings
-from tests.observed import config, played, write_run
+from tests.observed import played, write_run
+from tests.run_dir_kit import config
 
 
 def embedded(page: str) -> dict[str, Any]:

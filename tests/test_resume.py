@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.mock_engine import MockAdapter, MockOptions
-from retrain.errors import CheckpointError, ConfigError
+from retrain.errors import CheckpointError
 from retrain.observe.console import Console
 from retrain.observe.journal import read_lines
 from retrain.observe.run_dir import read_events, read_metrics, surviving
@@ -23,7 +23,7 @@ from tests.pipe_kit import parts_with, rollouts_of
 from tests.resume_kit import STEPS, Dies, config_in, fates_of, steps, trained
 
 
-@pytest.mark.parametrize("fatal", [1, 2, 3, 6, 9, 10, 11, 14, 20, 21, 31])
+@pytest.mark.parametrize("fatal", [1, 3, 6, 10, 11, 20, 31])
 async def test_p1_no_prompt_is_lost_or_trained_twice_when_a_run_dies_and_is_resumed(
     tmp_path, fatal
 ):
@@ -231,22 +231,6 @@ async def test_a_checkpoint_that_fails_leaves_the_one_before_it(tmp_path):
     assert checkpoints.steps() == [3]
     assert checkpoints.newest() is not None
     assert not list((tmp_path / "checkpoints").glob(".*"))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"algorithm": {"group_size": 2}}, r"algorithm\.group_size: was 4.*2\."),
-        ({"model": "other"}, "model: was 'tiny'.*'other'"),
-        ({"train": {"groups_per_step": 2}}, r"train\.groups_per_step: was 4.*2"),
-    ],
-)
-async def test_another_model_or_algorithm_is_refused_on_resume(tmp_path, change, message):
-    await train(config_in(tmp_path))
-    changed = config_in(tmp_path, **change)
-    parts = parts_with(config_in(tmp_path), MockAdapter(MockOptions(), changed))
-    with pytest.raises(ConfigError, match=message):
-        await train(changed, resume=True, parts=parts)
 
 
 async def test_what_a_resume_lets_pass_is_told(tmp_path):

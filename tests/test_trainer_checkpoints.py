@@ -3,7 +3,7 @@
 import pytest
 
 from retrain.errors import CheckpointError
-from retrain.trainer import Callback, GRPOTrainer, RLOOTrainer, SFTTrainer
+from retrain.trainer import Callback, GRPOTrainer, RLOOTrainer
 from tests.trainer_kit import ROWS, SMALL, grpo, variety
 
 pytestmark = pytest.mark.usefixtures("own_folder")
@@ -111,10 +111,3 @@ def test_a_local_service_s_checkpoint_is_where_other_runs_begin(service, tmp_pat
     second = GRPOTrainer.from_pretrained("tiny", **keys, algorithm={"loss": "ppo"})
     second.load_checkpoint(tmp_path / "saved")
     assert [row["step"] for row in second.fit(ROWS, variety, max_steps=2).history] == [2]
-
-
-def test_another_algorithm_begins_from_the_exported_model():
-    few = {"backend": "trl", "chat": "auto"}
-    taught = SFTTrainer.from_pretrained("tiny", batch_size=2).fit(ROWS, max_steps=1)
-    trainer = GRPOTrainer.from_pretrained(taught.run_dir / "final", **{**SMALL, **few})
-    assert trainer.fit(ROWS, variety, max_steps=1).total_steps == 1

@@ -77,9 +77,6 @@ def test_the_optimizer_s_learning_rate_is_the_policy_s(config):
     assert trainer.config["policy"]["learning_rate"] == 1e-5
     assert trainer._run_config().backend.arguments["learning_rate"] == 1e-5
     assert GRPOTrainer(trainer.config).config == trainer.config
-
-
-def test_two_learning_rates_that_disagree_are_refused():
     with pytest.raises(ConfigError, match=r"1e-06 .*optimizer\.kwargs\.lr is 1e-05"):
         GRPOTrainer(policy(1e-6, lr=1e-5))
 

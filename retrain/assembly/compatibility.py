@@ -142,7 +142,6 @@ def _changed(sampling: SamplingConfig) -> dict[str, Any]:
 
 
 def _supported(fit: Fit) -> Iterator[str]:
-    """Whether the backend has the loss."""
     loss, row, config, capabilities = fit.loss, fit.row, fit.config, fit.capabilities
     able = sorted(capabilities.losses)
     where = f"algorithm.loss: the {config.backend.type} backend"

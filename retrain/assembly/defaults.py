@@ -63,7 +63,6 @@ def _complete(kind: str, section: Section, base_dir: Path) -> Section:
 
 
 def _arguments(target: Any) -> dict[str, Any]:  # a class, a function, or an object
-    """The default values of its arguments."""
     try:
         parameters = inspect.signature(target).parameters
     except (TypeError, ValueError):

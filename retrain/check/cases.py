@@ -122,7 +122,6 @@ def _plans(parts: Parts, rows: Sequence[Prompt], replies: Sequence[str]) -> Iter
 
 
 def _answers(parts: Parts) -> Iterator[Plan]:
-    """The answers of the first rows."""
     until = time.monotonic() + SECONDS
     for index in parts.prompts.first_rows(ANSWERS):
         if time.monotonic() > until:

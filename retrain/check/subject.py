@@ -69,7 +69,6 @@ def _without_model(config: RunConfig) -> tuple[RunConfig, list[Finding]]:
 
 
 async def _checked_parts(loaded: Parts, say: Say, replies: Sequence[str]) -> list[Finding]:
-    """Check the environment and the rewards of a config."""
     parts = replace(loaded, config=limited(loaded.config))
     fit = [ok("all parts of the config load and fit together"), *map(warn, parts.warnings)]
     if (source := parts.algorithm.source) != "rollouts":
@@ -90,7 +89,6 @@ async def _checked_parts(loaded: Parts, say: Say, replies: Sequence[str]) -> lis
 
 
 def _maker(subject: str, keys: Sequence[str]) -> Callable[[], Environment]:
-    """Makes the environment with these keys."""
     unset: Problems = {}
     given = {path[0]: value for path, value in map(parse_override, keys)}
     arguments = filled_in(given, unset)
@@ -120,7 +118,6 @@ def _as_tool(subject: str, error: PluginError) -> PluginError:
 
 
 def _own_tasks(make: Callable[[], Environment]) -> list[Prompt]:
-    """The first tasks of an environment that has any."""
     environment = construct("environment", make)
     if type(environment).prompts is Environment.prompts:
         return []

@@ -64,7 +64,9 @@ def exit_code(command: Callable[[], int], places: Sequence[Path] = ()) -> int:
             return DONE
         found = failure.causes(error)
         if follows() and all(isinstance(cause, ConfigError) for cause in found):
-            _wait_for_rank_0()
+            # rank 0 prints the same error; a launcher ends it as soon as another rank has ended
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            time.sleep(REPORT_SECONDS)
             return USAGE
         if isinstance(found[0], INTERRUPTIONS):
             say("interrupted")
@@ -173,12 +175,6 @@ def follows() -> bool:
     except ConfigError:
         return False
     return place is not None and place.rank > 0
-
-
-def _wait_for_rank_0() -> None:
-    """Rank 0 prints the same error; a launcher ends it as soon as another rank has ended."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    time.sleep(REPORT_SECONDS)
 
 
 @contextmanager

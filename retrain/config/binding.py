@@ -72,7 +72,6 @@ def _only(values: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
 
 
 def _needed_by(target: Callable[..., Any], called_with: Sequence[str]) -> str:
-    """Who needs a missing key."""
     others = f", in addition to what it is called with: {', '.join(called_with)}"
     name = f"{getattr(target, '__name__', target)}{place_of(target)}"
     return f"{name} needs it{others if called_with else ''}"

@@ -19,11 +19,6 @@ _HIDDEN = re.compile(rf"{_NAMES}|authorization|^token$", re.IGNORECASE)
 _NAMES_VARIABLE = re.compile(r"[_-]env$", re.IGNORECASE)
 _PERHAPS = re.compile(r"key|token|secret|passw|credential|authorization", re.IGNORECASE)
 _LOGIN = re.compile(r"://[^/@\s]*:[^/@\s]+@")
-_LOCAL = {
-    "gate": ("only_if", "use only_if"),
-    "weights": ("sources", "set `weight` in each of the sources"),
-}
-"""An unknown key, a key that is valid beside it, and what to do."""
 
 
 def is_secret(name: str, *, perhaps: bool = False) -> bool:
@@ -46,9 +41,6 @@ def unknown_key(path: str, value: Any, valid: Iterable[str], known: Mapping[str,
     """
     section, _, name = path.rpartition(".")
     here = {choice: f"{section}.{choice}".lstrip(".") for choice in valid}
-    neighbour, advice = _LOCAL.get(name, ("", ""))
-    if neighbour in here:
-        return [f"{path}: unknown key; {advice}"]
     beside = HOMES.get(name) in here.values()  # `backend.lr` is not a misspelt lr_scheduler
     if home := PATHS.get(path) or (HOMES[name] if beside else None):
         return [f"{path}: unknown key{_advice(path, here, known, home)}"]

@@ -182,7 +182,6 @@ def _path(
     location: Sequence[int | str],
     values: Mapping[str, Any],
 ) -> str:
-    """The dotted path of pydantic's `location`."""
     parts = _place(keys, location)[0] if isinstance(keys, type) else _way(location, values)
     return ".".join(map(str, parts))
 

@@ -96,7 +96,6 @@ def _checked(
 
 
 def _no_secret(path: str) -> str:
-    """What to do with the secret at a path."""
     variable = "the environment variable of the service, such as TINKER_API_KEY or WEAVER_API_KEY"
     section, _, key = path.rpartition(".")
     if path.startswith(("rewards.", "opponents.", "eval.opponents.")) and key == "api_key":

@@ -24,16 +24,18 @@ def model_card(
 ) -> str:
     """A README.md in the form of the Hugging Face Hub for the exported folder `model`."""
     adapters = (model / "adapter_config.json").exists()
+    hub = is_hub_id(config.model, config.base_dir)
+    base = config.model if hub else Path(config.model).name  # no folder: the card may be published
     rows = "".join(
         f"| {name} | {value} |\n" for name, value in _facts(config, history, evaluations)
     )
     return f"""\
 ---
-{_metadata(config, adapters)}
+{_metadata(config, adapters, hub)}
 ---
 # {config.name or model.parent.name}
 
-{"LoRA weights for" if adapters else "A model trained from"} `{_base(config)}` with `retrain`.
+{"LoRA weights for" if adapters else "A model trained from"} `{base}` with `retrain`.
 
 | key | value |
 |---|---|
@@ -42,18 +44,12 @@ def model_card(
 """
 
 
-def _metadata(config: RunConfig, adapters: bool) -> str:
+def _metadata(config: RunConfig, adapters: bool, hub: bool) -> str:
     """The YAML that the Hub reads."""
     library = "peft" if adapters else "transformers"
-    hub = is_hub_id(config.model, config.base_dir)
     base = [f"base_model: {config.model}"] if hub else []
     tags = ["tags:", "  - retrain", f"  - {_public(config.algorithm.type)}"]
     return "\n".join([f"library_name: {library}", "pipeline_tag: text-generation", *base, *tags])
-
-
-def _base(config: RunConfig) -> str:
-    """The initial model; of a local folder only the name, since the card may be published."""
-    return config.model if is_hub_id(config.model, config.base_dir) else Path(config.model).name
 
 
 def _facts(

@@ -83,7 +83,6 @@ def write_error(folder: Path, error: BaseException) -> bool:
 
 
 def notes_of(error: BaseException) -> Sequence[str]:
-    """The notes of an error."""
     notes = getattr(error, "__notes__", ())  # user code may have put anything there
     return [printable(str(note)) for note in notes] if isinstance(notes, list | tuple) else []
 

@@ -131,15 +131,14 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:  # any: JSON values
                 ) from error
 
 
-def repair(path: Path) -> int:
-    """Remove an incomplete last line; returns the number of bytes removed."""
+def repair(path: Path) -> None:
+    """Remove an incomplete last line."""
     if not path.exists() or not path.stat().st_size:
-        return 0
+        return
     with path.open("rb+") as file:
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            size, end = len(content), content.rfind(b"\n") + 1
+            end = content.rfind(b"\n") + 1
         file.truncate(end)
-    return size - end
 
 
 def _refused(path: Path, error: OSError) -> RunError:

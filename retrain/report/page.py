@@ -140,7 +140,6 @@ def _facts(
     config: dict[str, Any],
     evaluations: Sequence[Event],
 ) -> list[dict[str, str]]:
-    """The numbers at the top of the page."""
     steps = config.get("train", {}).get("total_train_steps")
     n = samples_in(evaluations[-1]) if evaluations else ""
     facts = [
@@ -169,7 +168,6 @@ def _rewards(rows: Sequence[Row]) -> list[tuple[str, str]]:
 
 
 def _history(events: Sequence[Event]) -> list[str]:
-    """The main events of the run, in words."""
     start = float(events[0]["time"]) if events else 0.0
     words: dict[str, Callable[[Event], str]] = {
         "resumed": lambda e: (

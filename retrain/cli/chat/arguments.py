@@ -92,7 +92,6 @@ def require(modules: Sequence[str], extra: str) -> None:
 
 
 def _add_engine(parser: argparse.ArgumentParser) -> None:
-    """The options of where to compute."""
     parser.add_argument("--device", help="cpu or cuda (default: cuda if available)")
     parser.add_argument(
         "--threads", type=_count, default=1, metavar="N", help="CPU threads (default: 1)"

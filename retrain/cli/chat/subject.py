@@ -143,8 +143,6 @@ def _is_missing(folder: Path) -> bool:
 def _problem(folder: Path) -> str:
     if folder.is_dir():
         return f"{folder} has neither the {CONFIG} of a run nor the config.json of a model"
-    if folder.exists():
-        return f"{folder} is a file"
     near = sorted(path.name for path in folder.parent.glob("*") if path.is_dir())
     beside = f" ({folder.parent} contains {first_of(near)})" if near else ""
     return f"there is no folder {folder}{beside}"

@@ -72,7 +72,11 @@ class Voice:
             raise CallError(400, "invalid_request_error", text_of(error)) from error
         except RetrainError as error:
             raise CallError(500, "server_error", text_of(error)) from error
-        return [_detailed(one, {**echoed, "top": _likely(top)}) for one, top in found]
+        names = [field.name for field in fields(Completion)]
+        return [
+            Detailed(**{n: getattr(one, n) for n in names}, **echoed, top=_likely(top))
+            for one, top in found
+        ]
 
     async def _drawn(
         self,
@@ -99,11 +103,6 @@ class Voice:
         logprobs = [one for [one] in found.given or ()]
         likely = _likely(found.top) or [()] * len(logprobs)
         return {"prompt_ids": prompt_ids, "prompt_logprobs": logprobs, "prompt_top": likely}
-
-
-def _detailed(completion: Completion, more: Mapping[str, Any]) -> Detailed:
-    given = {field.name: getattr(completion, field.name) for field in fields(completion)}
-    return Detailed(**given, **more)
 
 
 def _likely(top: Top | None) -> list[Likely]:
