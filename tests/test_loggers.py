@@ -78,21 +78,17 @@ class Hanging(Recording):
 
 
 async def test_a_logger_gets_finite_numbers_in_order_in_its_own_thread(run: ObservedRun) -> None:
-    logger = Recording()
-    await run.play(Callbacks([logger]), ROWS)
-    assert logger.seen == [("open", True), (1, {"loss": 0.5}), (2, {"entropy": 1.5}), "close"]
-    assert not [t for t in threading.enumerate() if t.name == "retrain-Recording"]
-
-
-async def test_evaluations_are_logged_under_their_own_name(run: ObservedRun) -> None:
     class Evaluated(Recording):
         def on_train_begin(self, trainer: Any) -> None:
             super().on_train_begin(trainer)
             self.on_eval_end(trainer, 2, {"eval/pass@4": 0.5, "reward": 1.0})
 
     logger = Evaluated()
-    await run.play(Callbacks([logger]), [])
-    assert logger.seen[1] == (2, {"eval/pass@4": 0.5, "eval/reward": 1.0})
+    await run.play(Callbacks([logger]), ROWS)
+    evaluation = (2, {"eval/pass@4": 0.5, "eval/reward": 1.0})
+    rows = [(1, {"loss": 0.5}), (2, {"entropy": 1.5})]
+    assert logger.seen == [("open", True), evaluation, *rows, "close"]
+    assert not [t for t in threading.enumerate() if t.name == "retrain-Evaluated"]
 
 
 @pytest.mark.parametrize("hook", ["open", "log", "close"])

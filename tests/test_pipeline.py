@@ -22,7 +22,7 @@ from retrain.observe.run_dir import Tally, read_events, read_metrics
 from retrain.pipeline import train
 from retrain.report.page import digest
 from retrain.scoring import reward
-from retrain.types import Group, Prompt, Ticket
+from retrain.types import Ticket
 from tests.pipe_kit import events, kept_adapter, parts_with, rollouts_of, slot_share
 
 
@@ -368,10 +368,6 @@ async def test_the_result_says_where_the_model_is(tmp_path):
     config = mock_config(tmp_path, train={"total_train_steps": 1})
     adapter = Away(MockOptions(**config.backend.arguments), config)
     assert (await train(config, parts=parts_with(config, adapter))).model == "mock://model"
-
-
-def test_a_group_without_a_turn_has_no_oldest_version():
-    assert Group(Prompt("0.0.0", []), []).oldest_version is None
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from retrain.agents.calls import CallError, Reply
 from retrain.cli.chat.arguments import HELP, options_of, require
 from retrain.cli.chat.subject import LoadableModel, find_subject
 from retrain.cli.chat.voice import Voice, opened
-from retrain.cli.process import DONE, drive
+from retrain.cli.process import DONE, drive, say
 from retrain.errors import ConfigError, printable
 from retrain.supervision.threads import DaemonPool
 from retrain.types import Message
@@ -72,7 +72,7 @@ async def _talk(
     async with AsyncExitStack() as stack:
         talks = []
         for label, one in subjects:
-            _note(f"loading {one.name}")
+            say(f"loading {one.name}")
             voice = await stack.enter_async_context(
                 opened(one, arguments.device, arguments.threads)
             )
@@ -80,7 +80,7 @@ async def _talk(
             talks.append(Talk(label, voice, options, arguments.system))
             talks[-1].reset()
         if terminal:
-            _note(HELP)
+            say(HELP)
         pool = DaemonPool(1, "retrain-stdin")
         stack.callback(pool.close)
         while (line := await pool.run(lambda: _line(terminal))) is not None:
@@ -98,16 +98,16 @@ async def _answer(talks: Sequence[Talk], line: str) -> None:
     replies = await asyncio.gather(*[talk.reply(line) for talk in talks], return_exceptions=True)
     for talk, reply in zip(talks, replies, strict=True):
         if isinstance(reply, CallError):
-            _note(f"error: {reply}")
+            say(f"error: {reply}")
             print(talk.label, flush=True)  # each reply keeps its line
             continue
         if isinstance(reply, BaseException):
             raise reply
         if reply.reasoning:
-            _note(f"{talk.label}reasoning: {reply.reasoning}")
+            say(f"{talk.label}reasoning: {reply.reasoning}")
         print(f"{talk.label}{printable(reply.text)}", flush=True)
         if reply.completion.stop_reason == "length":
-            _note(f"{talk.label}(cut after {len(reply.completion.token_ids)} tokens)")
+            say(f"{talk.label}(cut after {len(reply.completion.token_ids)} tokens)")
 
 
 def _line(terminal: bool) -> str | None:
@@ -122,8 +122,3 @@ def _line(terminal: bool) -> str | None:
     except EOFError:
         print()
         return None
-
-
-def _note(text: str) -> None:
-    """Everything but replies goes to stderr."""
-    print(printable(text), file=sys.stderr, flush=True)
