@@ -208,15 +208,6 @@ def tokenizer_of(case: Case) -> Any:
     """A byte-level tokenizer with the case's template, its end of turn and its special tokens."""
     tokenizer = chat_kit.byte_level(case.source, eos="<|endoftext|>")
     tokenizer.bos_token = "<|begin|>"
-    tokenizer.add_special_tokens(
-        {
-            "additional_special_tokens": [
-                case.ending,
-                EOT,
-                "<|user|>",
-                "<|observation|>",
-                *case.special,
-            ]
-        }
-    )
+    special = [case.ending, *MARKERS, *case.special]
+    tokenizer.add_special_tokens({"additional_special_tokens": special})
     return tokenizer

@@ -140,14 +140,8 @@ def as_coroutine(handle: Callable[[Request], Any]) -> Callable[[Request], Awaita
 
 
 RL = {
-    "/pause",
-    "/resume",
-    "/is_paused",
-    "/collective_rpc",
-    "/update_weight_version",
-    "/weight_info",
-    "/server_info",
-    "/get_world_size",
+    *("/pause", "/resume", "/is_paused", "/collective_rpc", "/update_weight_version"),
+    *("/weight_info", "/server_info", "/get_world_size"),
 }
 """Mounted with VLLM_SERVER_DEV_MODE=1."""
 LORA = {"/v1/load_lora_adapter", "/v1/unload_lora_adapter"}

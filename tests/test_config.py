@@ -61,15 +61,9 @@ rewards: [{weight: 1}]
         ({"train": {"seed": None}}, "train.seed: got null"),
         ({"train": 5}, "train: got 5"),
         ({"train": {"order": "up"}}, "train.order: got 'up'"),
-        (
-            {"staleness": {"target": 3, "max": 1}},
-            "max is 1, expected at least target (3)",
-        ),
+        ({"staleness": {"target": 3, "max": 1}}, "max is 1, expected at least target (3)"),
         ({"rewards": 5}, "rewards: got 5"),
-        (
-            {"base_dir": "x"},
-            "base_dir: ",
-        ),
+        ({"base_dir": "x"}, "base_dir: "),
         ({"sampling": {"stop": [1]}}, "sampling.stop.0: got 1"),
         ({"model": ["x"]}, "model: got ['x']"),
     ],

@@ -309,14 +309,9 @@ def test_numbers_keep_their_meaning_in_few_characters() -> None:
     assert [sparkline(x, 2) for x in ([], [0.5], [0.0, 1.0], [0.0, 0.0, 1.0, 1.0])] == [
         "", "▁", "▁█", "▁█"
     ]  # fmt: skip
-    assert [number(x) for x in (0.0, 0.5, 1e-5, -12.25, 1e6)] == [
-        "0.000",
-        "0.500",
-        "1.00e-05",
-        "-12.250",
-        "1.00e+06",
-    ]
-    assert number(float("nan")) == "nan"
+    values = (0.0, 0.5, 1e-5, -12.25, 1e6, math.nan)
+    shown = ["0.000", "0.500", "1.00e-05", "-12.250", "1.00e+06", "nan"]
+    assert [number(x) for x in values] == shown
     assert [short(x) for x in (950, 12_345, 4.5e6, 2e9)] == ["950", "12.3k", "4.5M", "2.0G"]
     assert [clock_text(x) for x in (0, 61.2, 3661)] == ["0:00", "1:01", "1:01:01"]
 

@@ -129,18 +129,14 @@ async def test_a_run_whose_rows_are_all_too_long_ends_with_the_cause(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"environment": {"type": "echo"}},
-         "environment"),
+        ({"environment": {"type": "echo"}}, "environment"),
         ({"rewards": [{"type": "exact_match"}]}, "rewards: exact_match"),
         ({"sampling": {"temperature": 0.5}}, "sampling"),
         ({"algorithm": {"type": "sft", "group_size": 4}}, "algorithm.group_size: 4"),
-        ({"algorithm": {"type": "sft", "loss": "ppo"}},
-         "algorithm.loss: got 'ppo'"),
+        ({"algorithm": {"type": "sft", "loss": "ppo"}}, "algorithm.loss: got 'ppo'"),
         ({"algorithm": {"type": "sft", "kl_penalty": 0.1}}, "sft samples no tokens to penalise"),
-        ({"prompts": {"type": "list", "rows": ["Hi"]}},
-         "prompts"),
-        ({"eval": {"prompts": {"type": "list", "rows": ["Hi"]}}},
-         "eval.prompts"),
+        ({"prompts": {"type": "list", "rows": ["Hi"]}}, "prompts"),
+        ({"eval": {"prompts": {"type": "list", "rows": ["Hi"]}}}, "eval.prompts"),
     ],
 )  # fmt: skip
 def test_what_has_no_meaning_beside_sft_is_refused_before_a_model_loads(tmp_path, changes, message):
