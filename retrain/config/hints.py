@@ -61,9 +61,8 @@ def _advice(path: str, here: Mapping[str, str], known: Mapping[str, str], home: 
     if home := home or _home(path, known):
         return f"; use {home}"
     others = [other for other in known if known[other] != path]  # of another type of this section
-    for last in here:  # `base_url` is url
-        if name.endswith(f"_{last}"):
-            return f"; did you mean {here[last]}?"
+    if end := _ends_in(name, list(here)):
+        return f"; did you mean {here[end]}?"
     for close in difflib.get_close_matches(name, [*here, *others], n=1, cutoff=0.7):
         return f"; did you mean {here.get(close) or known[close]}?"
     return f"; expected one of {', '.join(sorted(here))}" if here else ""
@@ -77,6 +76,11 @@ def _nearest(name: str, choices: Sequence[str]) -> str | None:
     for near in difflib.get_close_matches(name, words, n=1, cutoff=0.8):
         return words[near]
     return None
+
+
+def _ends_in(name: str, choices: Sequence[str]) -> str | None:
+    """The key that is the last word of `name`: `base_url` is url."""
+    return next((choice for choice in choices if name.endswith(f"_{choice}")), None)
 
 
 def secrets(value: Any, path: str = "") -> Iterator[str]:

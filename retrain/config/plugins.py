@@ -356,7 +356,7 @@ def construct(where: str, made: Callable[[], T], plugin: Any = None) -> T:
         return made()
     except PromptError as error:
         raise PromptError(
-            *(f"{where}{'.' if _is_key(p, target) else ': '}{p}" for p in error.problems)
+            *(_at_key(where, problem, target) for problem in error.problems)
         ) from error
     except ConfigError as error:
         if error.source or not all(_is_key(problem, target) for problem in error.problems):
@@ -369,6 +369,10 @@ def construct(where: str, made: Callable[[], T], plugin: Any = None) -> T:
         raise PluginError(
             f"{where}: {name}(...) raised {type(error).__name__}: {error}{line_of(error)}"
         ) from error
+
+
+def _at_key(where: str, problem: str, target: Any) -> str:
+    return f"{where}{'.' if _is_key(problem, target) else ': '}{problem}"
 
 
 def _is_key(problem: str, target: Any) -> bool:

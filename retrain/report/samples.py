@@ -67,8 +67,7 @@ class Samples:
         held_out = str(whole.get("ticket")).startswith("-")
         failed = [seat for seat in seats if seat.get("outcome") != "ok"]
         for seat in failed:
-            cause = str(seat.get("error") or seat.get("outcome"))
-            self.errors.add(f"eval: {cause}" if held_out else cause)
+            self.errors.add(f"eval: {_cause(seat)}" if held_out else _cause(seat))
         if held_out:
             self.evaluated += len(seats)
             self._keep("eval", whole)
@@ -102,6 +101,10 @@ class Samples:
         if rank is not None:
             kept.sort(key=itemgetter(0, 1), reverse=True)
         self._kept[kind] = kept[-PICKED:] if rank is None else kept[:PICKED]
+
+
+def _cause(rollout: Rollout) -> str:
+    return str(rollout.get("error") or rollout.get("outcome"))
 
 
 def _shortened(rollout: Rollout) -> dict[str, Any]:

@@ -141,13 +141,17 @@ def _outages(events: Sequence[Event]) -> list[tuple[float, float]]:
         if kind in ("resumed", "end"):
             away.clear()
         elif kind in ("outage", "server"):
-            begins = event.get("state") == "began" if kind == "outage" else not event.get("up")
-            (away.add if begins else away.discard)(kind)
+            (away.add if _begins(event) else away.discard)(kind)
         if away and not before:
             since = time - float(event.get("seconds") or 0.0)  # of a server that was found down
         elif before and not away:
             found.append((since, time))
     return found
+
+
+def _begins(event: Event) -> bool:
+    """Whether an event of an outage is its begin."""
+    return event.get("state") == "began" if event["event"] == "outage" else not event.get("up")
 
 
 def _overlap(outages: Sequence[tuple[float, float]], start: float, end: float) -> float:
