@@ -184,7 +184,11 @@ class VllmOptions(_Options):
             if self.way(lora=lora) == "group":
                 yield "folder: has no effect because `publish` is group; remove it"
         elif self.way(lora=lora) != "group":
-            yield from map(_far, filterfalse(_is_here, self.urls))
+            for url in filterfalse(is_here, self.urls):
+                yield (
+                    f"folder: {url} is on another machine, which can't read this one's files; set "
+                    "it to a folder that both can read under the same path"
+                )
 
     def missing(self, base_dir: Path) -> Iterator[str]:
         """What a server that the run starts would not find on this machine."""
@@ -214,21 +218,11 @@ def _is_program(path: Path) -> bool:
     return path.is_file() and os.access(path, os.X_OK)
 
 
-def _is_here(url: str) -> bool:
-    return is_loopback(urllib.parse.urlsplit(url).hostname or "")
-
-
-def _far(url: str) -> str:
-    return (
-        f"folder: {url} is on another machine, which can't read this one's files; set it to a "
-        "folder that both can read under the same path"
-    )
-
-
-def is_loopback(host: str) -> bool:
-    """Whether a host name or address is this machine's loopback."""
+def is_here(url: str) -> bool:
+    """Whether the host of a URL is this machine's loopback."""
+    host = urllib.parse.urlsplit(url).hostname or ""
     try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
+        return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
 
