@@ -179,10 +179,8 @@ class Faults:
     """Seconds after each decoded token."""
     fail_reload: int = 0
     """So many reloads fail; the next generate request ends the server."""
-    ignore: list[str] = field(default_factory=list)
-    """Tensors that a change of weights leaves as they were."""
     stale_head: bool = False
-    """The same for the head."""
+    """A change of weights leaves the head as it was."""
 
 
 def counted(left: dict[str, int], path: str) -> bool:

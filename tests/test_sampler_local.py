@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import random
-from collections.abc import AsyncIterator
 from typing import Any
 
 import numpy as np
@@ -22,6 +21,7 @@ from retrain.engine.sampler import LocalSampler
 from retrain.engine.stopping import Stopping
 from retrain.engine.tiny import tiny_folder
 from retrain.sampler import SamplingParams
+from tests import sampler_kit as kit
 from tests.pipe_kit import until
 from tests.sampler_kit import (
     SEEDED,
@@ -31,29 +31,10 @@ from tests.sampler_kit import (
     C,
     forward_logprobs,
     load_like,
-    never_ending,
     sharpened,
 )
 
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> LlamaForCausalLM:
-    """tiny, with weights far enough from 0 that a wrong position or mask shows."""
-    model = load_model(tiny_folder(tmp_path_factory.mktemp("cache")))
-    return sharpened(model)
-
-
-@pytest.fixture
-async def sampler(model: LlamaForCausalLM) -> AsyncIterator[LocalSampler]:
-    async with LocalSampler(model, TOKENIZER) as sampler:
-        yield sampler
-
-
-@pytest.fixture
-async def endless(model: LlamaForCausalLM) -> AsyncIterator[LocalSampler]:
-    """A sampler whose rows end at max_tokens alone."""
-    async with LocalSampler(*never_ending(model)) as sampler:
-        yield sampler
+model, sampler, endless = kit.model, kit.sampler, kit.endless
 
 
 # -- what is sampled ------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 import uvicorn
-from standin_engine import HEAD, Choice, Engine, EngineDead, Job
+from standin_engine import Choice, Engine, EngineDead, Job
 from standin_requests import (
     LORA,
     RL,
@@ -422,8 +422,7 @@ class Server:
         known = {f.name for f in fields(Faults)}
         assert not given.keys() - known, f"got {given}, expected keys of {sorted(known)}"
         self.faults = Faults(**given)
-        ignored = {*self.faults.ignore, *([HEAD] if self.faults.stale_head else [])}
-        self.engine.ignored, self.engine.slow = ignored, self.faults.slow
+        self.engine.stale_head, self.engine.slow = self.faults.stale_head, self.faults.slow
 
     async def change(self, request: Request) -> Response:
         body = await json_of(request)
