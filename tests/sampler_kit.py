@@ -67,7 +67,7 @@ def load_like(model: LlamaForCausalLM) -> LlamaForCausalLM:
 def restricted(logits: Tensor, params: SamplingParams) -> Tensor:
     """Log-probs of what is sampled from, written out longhand for one position."""
     logprobs = (logits / (params.temperature or 1.0)).log_softmax(-1)
-    if params.temperature == 0:
+    if params.temperature == 0 or (params.top_k, params.top_p) == (0, 1):
         return logprobs
     order = logprobs.argsort(descending=True).tolist()
     kept = order[: params.top_k or None]

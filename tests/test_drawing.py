@@ -49,6 +49,7 @@ LOGITS = torch.tensor([0.15, 0.5, 0.1, 0.25]).log()
         ({"top_k": 3, "top_p": 0.6}, [0, 2 / 3, 0, 1 / 3]),  # 0.5 / 0.9 = 0.56 alone is too little
         ({"temperature": 0.5}, [0.0225 / 0.345, 0.25 / 0.345, 0.01 / 0.345, 0.0625 / 0.345]),
         ({"temperature": 0}, [0, 0.5, 0, 0]),
+        ({"temperature": 0, "top_k": 3}, [0, 0.5, 0, 0]),
         ({"temperature": 1e-3, "top_k": 1}, [0, 1, 0, 0]),
         ({"mask": [True, True, False, True]}, [0.15 / 0.9, 0.5 / 0.9, 0, 0.25 / 0.9]),
         ({"mask": [False, True, True]}, [0, 0.5 / 0.6, 0.1 / 0.6, 0]),  # fewer than the logits

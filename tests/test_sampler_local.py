@@ -141,19 +141,6 @@ async def test_a_model_without_past_key_values_is_refused() -> None:
         LocalSampler(model, TOKENIZER)
 
 
-async def test_greedy_takes_the_likeliest_token(
-    sampler: LocalSampler, model: LlamaForCausalLM
-) -> None:
-    params = SamplingParams(max_tokens=8, temperature=0, top_k=3)
-    one, two = await sampler.sample([A, B], params, n=2)
-    assert one.token_ids == two.token_ids
-    ids = [A, B]
-    for token in one.token_ids:
-        with torch.no_grad():
-            assert model(torch.tensor([ids])).logits[0, -1].argmax().item() == token
-        ids.append(token)
-
-
 async def test_a_seed_gives_the_same_tokens_whatever_shares_the_batch(
     sampler: LocalSampler,
 ) -> None:
