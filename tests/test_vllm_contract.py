@@ -7,7 +7,6 @@ use the stand-in, would prove nothing.
 from __future__ import annotations
 
 import asyncio
-import copy
 import os
 import socket
 from collections.abc import AsyncIterator, Iterator, Mapping
@@ -37,9 +36,11 @@ from vllm_kit import (
 from retrain.config import load_config
 from retrain.pipeline import train
 from retrain.sampler import SamplingParams
+from retrain.vllm.checkpoint import write_adapter
 from retrain.vllm.transfer import Bucket, broadcast, join
 from tests.chaos.judgement import judge_log
 from tests.sampler_kit import restricted
+from tests.test_vllm_sampler import adapter
 from tests.test_vllm_whole import echo, rows
 
 pytestmark = pytest.mark.filterwarnings(  # PEFT's
@@ -308,25 +309,15 @@ async def test_takes_weights_from_a_group(
     assert apart(await server.score(ids), expected(models["b"], ids[:1], ids[1:])) < 1e-4
 
 
-def adapter_of(model: PreTrainedModel, folder: Path, seed: int) -> PreTrainedModel:
-    """Write a LoRA with large weights; returns the merged model."""
-    from peft import LoraConfig, get_peft_model
-
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        config = LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
-        tuned = get_peft_model(copy.deepcopy(model), config)
-        tuned.save_pretrained(folder)
-        return tuned.merge_and_unload()
-
-
 async def test_serves_adapters_by_their_names(
     server: Speaker, models: Mapping[str, PreTrainedModel], folders: Mapping[str, Path]
 ) -> None:
     merged = {}
     for number in (1, 2):
         name, folder = f"policy-v{number}", folders["adapters"] / f"adapter{number}"
-        merged[name] = adapter_of(models["a"], folder, number)
+        weights, merged[name] = adapter(models["a"], 0.1 * number)
+        folder.mkdir(exist_ok=True)
+        write_adapter(folder, weights)
         loading = {"lora_name": name, "lora_path": str(folder), "load_inplace": False}
         assert "added successfully" in await server.post("/v1/load_lora_adapter", loading)
         words = await server.post("/v1/load_lora_adapter", loading, expect=400)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -17,7 +16,7 @@ from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from vllm_kit import FLAGS, LORA, StandIn, saved, small_model, stand_in
 
 from retrain.engine.losses import sequence_logprobs
-from retrain.engine.weights import LoraWeights, snapshot
+from retrain.engine.weights import snapshot
 from retrain.errors import AdapterError
 from retrain.vllm import checkpoint, delivery, group
 from retrain.vllm.checkpoint import PREFIX, Manifest, WeightStore, write_model
@@ -28,6 +27,7 @@ from retrain.vllm.options import InFlight
 from retrain.vllm.publish import UNKNOWN, Publisher, PublishError
 from retrain.vllm.transfer import Bucket
 from tests.pipe_kit import until
+from tests.test_vllm_sampler import adapter
 
 RPC = "/collective_rpc"
 PROMPT = [8, 20, 30, 40, 50]
@@ -95,21 +95,6 @@ def written(place: Path) -> list[str]:
     return sorted(path.name for path in place.glob(f"{PREFIX}*/*[!k]"))
 
 
-def lora(model: PreTrainedModel, seed: int) -> tuple[LoraWeights, PreTrainedModel]:
-    """An adapter, and the model with it."""
-    made = torch.Generator().manual_seed(seed)
-    merged, tensors = copy.deepcopy(model), {}
-    for name, layer in merged.named_modules():
-        if isinstance(layer, torch.nn.Linear) and name.endswith("q_proj"):
-            down = torch.randn(4, layer.in_features, generator=made)
-            up = torch.randn(layer.out_features, 4, generator=made)
-            tensors[f"base_model.model.{name}.lora_A.weight"] = down
-            tensors[f"base_model.model.{name}.lora_B.weight"] = up
-            layer.weight += 2 * up @ down
-    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
-    return LoraWeights(tensors, config), merged
-
-
 @pytest.mark.parametrize(("name", "in_flight"), [("group", "recompute"), ("folder", "drain")])
 async def test_weights_change_in_flight(
     name: str,
@@ -142,12 +127,13 @@ async def test_weights_change_in_flight(
     assert await label_of(client) == "2"
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 async def test_adapters_live_until_they_are_retired(
     models: list[PreTrainedModel], world: World, tmp_path: Path
 ) -> None:
     server = world.server(*LORA)
     client, later = world.client(server), world.client(world.server(*LORA))
-    adapters = [lora(models[0], seed) for seed in range(3)]
+    adapters = [adapter(models[0], 0.5 + seed) for seed in range(3)]
     old = world.publisher("adapter")
     await old.publish([client], adapters[2][0], 1)  # an earlier run
     await old.close()

@@ -125,7 +125,7 @@ async def test_a_killed_server_is_noticed_and_restarted(make: Make, tmp_path: Pa
             await server._child.exited()
         assert server.failed
         assert "SIGKILL" in server.last_lines()
-        url = await server.restart()
+        url = await server.start()
         assert gone(engine)
         assert not server.failed
         async with VllmClient(url) as client:

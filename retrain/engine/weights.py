@@ -148,29 +148,23 @@ def _plain_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, tensor
 
 
-def _unwrapped(module: nn.Module) -> Mapping[str, Tensor] | None:
-    """The state below PEFT's wrapper around a module; None for any other module."""
+def _unwrapped(module: Any) -> Mapping[str, Tensor] | None:  # peft ships few types
+    """The state below PEFT's wrapper around a module; None for any other module.
+
+    Active adapters are merged by PEFT, in a copy; of a module in modules_to_save it is the state of
+    the trained copy.
+    """
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 
+    state: Mapping[str, Tensor] | None = None
     if isinstance(module, BaseTunerLayer):
-        return _merged(module)
-    return _saved(module) if isinstance(module, AuxiliaryTrainingWrapper) else None
-
-
-def _merged(layer: Any) -> Mapping[str, Tensor]:  # a peft layer; peft ships few types
-    """The state of the layer below, with the active adapters merged by PEFT, in a copy."""
-    if not (layer.disable_adapters or layer.merged):
-        layer = copy.deepcopy(layer)
-        layer.merge()
-    state: Mapping[str, Tensor] = layer.get_base_layer().state_dict()
+        if not (module.disable_adapters or module.merged):
+            module = copy.deepcopy(module)
+            module.merge()
+        state = module.get_base_layer().state_dict()
+    elif isinstance(module, AuxiliaryTrainingWrapper):
+        saved = hasattr(module, "modules_to_save") and module.active_adapters
+        own = module.modules_to_save[saved[0]] if saved else module.original_module
+        state = own.state_dict()
     return state
-
-
-def _saved(wrapper: Any) -> dict[str, Tensor]:  # a peft wrapper
-    """The state of the trained copy of a module in modules_to_save."""
-    if not hasattr(wrapper, "modules_to_save") or not wrapper.active_adapters:
-        state: dict[str, Tensor] = wrapper.original_module.state_dict()
-        return state
-    trained: dict[str, Tensor] = wrapper.modules_to_save[wrapper.active_adapters[0]].state_dict()
-    return trained

@@ -54,8 +54,3 @@ def devices_problem(devices: Sequence[int]) -> str | None:
     if found is None or max(devices) < found:
         return None
     return f"got {list(devices)}, but nvidia-smi lists {found}, numbered from 0"
-
-
-def unknown_devices(devices: Sequence[int]) -> bool:
-    """Whether devices are asked for that can't be checked: nvidia-smi is missing, or fails."""
-    return bool(devices) and present_devices() is None

@@ -254,7 +254,7 @@ class Fleet:
                 f"Its last lines:\n{process.last_lines()}"
             )
         member.restarts += 1
-        url = await process.restart()
+        url = await process.start()
         await member.client.close()
         member.client = VllmClient(url)
 

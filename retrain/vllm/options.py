@@ -14,8 +14,9 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from retrain.config.paths import places
+from retrain.engine.available import present_devices
 from retrain.errors import ConfigError, shown
-from retrain.vllm.environment import devices_problem, environment_problem, unknown_devices
+from retrain.vllm.environment import devices_problem, environment_problem
 from retrain.wire.vendors import checked_url
 
 OURS = {
@@ -201,7 +202,7 @@ class VllmOptions(_Options):
 
     def warnings(self) -> Iterator[str]:
         """What could not be checked."""
-        if unknown_devices(self.devices):
+        if self.devices and present_devices() is None:
             yield (
                 f"devices: got {self.devices}, but nvidia-smi is missing or fails on this "
                 "machine: without GPUs, the servers will run on the CPU or not start"
