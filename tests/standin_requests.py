@@ -173,10 +173,8 @@ class Faults:
     """Seconds after each decoded token."""
     fail_reload: int = 0
     """So many reloads fail; the next generate request ends the server."""
-    ignore: list[str] = field(default_factory=list)
-    """Tensors that a change of weights leaves as they were."""
     stale_head: bool = False
-    """The same for the head."""
+    """A change of weights leaves the head as it was."""
 
 
 def counted(left: dict[str, int], path: str) -> bool:
@@ -193,8 +191,8 @@ def last(left: dict[str, int], path: str) -> bool:
 
 
 FLAGS = {
-    "host": "127.0.0.1", "port": 8000, "served-model-name": None, "dtype": "auto", "api-key": None,
-    "max-num-seqs": 256, "tensor-parallel-size": 1, "logprobs-mode": "raw_logprobs",
+    "host": "127.0.0.1", "port": 8000, "served-model-name": None, "dtype": "auto",
+    "max-num-seqs": 256, "logprobs-mode": "raw_logprobs",
     "max-logprobs": 20, "max-loras": 1, "max-lora-rank": 16, "worker-extension-cls": "",
 }  # fmt: skip
 """Flags with a value, and their defaults."""
