@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -115,7 +116,17 @@ def _dry_run(config: RunConfig, source: str, *, resume: bool) -> int:
 
     if resume or config.run_dir is not None:
         with_run_dir(config, resume=resume)
-    parts = _assembled(config)
+    try:
+        parts = _assembled(config)
+    except ConfigError:
+        if not follows():
+            from retrain.assembly.sections import options_of
+
+            with suppress(ConfigError):  # of what is reported already
+                if forecast := options_of(config).forecast(config):
+                    for line in forecast.lines():
+                        say(line)
+        raise
     note, _, text = as_yaml(parts.resolved()).partition("\n")
     print(note)
     print(f"# {source} is valid; no model was loaded and nothing was written")
