@@ -181,7 +181,7 @@ def _pairwise(
 ) -> tuple[float, list[list[float]], Metrics]:
     """The loss, dL/dlogp of each token, the mean margin and the share of positive margins."""
     gains = [_gain(*row) for row in zip(logprobs, datums, strict=True)]
-    weights = [max((abs(a) for a in datum.advantages), default=0.0) for datum in datums]
+    weights = [max(abs(a) for a in datum.advantages) for datum in datums]
     total, slopes, margins = 0.0, [0.0] * len(datums), []
     ids = [_pair_id(row, datum) for row, datum in enumerate(datums)]
     for chosen, rejected in pair_rows(ids, [math.fsum(datum.advantages) for datum in datums]):
@@ -217,13 +217,12 @@ def _drift(logprobs: Sequence[Sequence[float]], datums: Sequence[Shifted]) -> Me
     """
     found = list(chain(*map(_trained, logprobs, datums)))
     ratios = [FLOATS.exp(gap) for _, gap in found]
+    distances = (r - 1.0 - gap for r, (_, gap) in zip(ratios, found, strict=True))
     return {
         "tokens/trained": float(len(found)),
         "ratio/mean": fmean(ratios),
         "entropy": -fmean(lp for lp, _ in found),
-        "kl/sampler_trainer": fmean(
-            r - 1.0 - gap for r, (_, gap) in zip(ratios, found, strict=True)
-        ),
+        "kl/sampler_trainer": fmean(distances),
     }
 
 
