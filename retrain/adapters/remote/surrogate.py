@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain, repeat
+from itertools import chain, cycle
 from statistics import fmean
 from typing import Any
 
@@ -75,24 +75,29 @@ def corrected(
     sequence is the exponential of the mean of its log-ratios (GSPO, arXiv:2507.18071). Every datum
     has a trained token.
     """
-    weigh = partial(mismatch_weight, FLOATS, rule.type, *rule.bounds)
     gaps: defaultdict[str | int, list[float]] = defaultdict(list)
     runs = [datum.run_id or row for row, datum in enumerate(datums)]
     for run, learner, datum in zip(runs, logprobs, datums, strict=True):
         gaps[run] += [gap for _, gap in _trained(learner, datum)]
-    judged: list[Judgement] = []
-    weights: dict[str | int, Iterator[float]] = {}  # of a rollout's tokens, over its datums
-    for run, own in gaps.items():
-        by_token = rule.level == "token"
-        found = [weigh(FLOATS.exp(gap)) for gap in (own if by_token else [fmean(own)])]
-        judged += found
-        weights[run] = iter([w for w, _ in found]) if by_token else repeat(found[0][0])
-    weighted = []
-    for run, learner, datum in zip(runs, logprobs, datums, strict=True):
-        tokens = zip(datum.advantages, datum.mask, strict=True)
-        credit = [one * next(weights[run]) if kept else 0.0 for one, kept in tokens]
-        weighted.append(replace(datum, logprobs=learner, advantages=credit))
-    return weighted, sum(outside for _, outside in judged) / len(judged)
+    found = {run: _judgements(rule, own) for run, own in gaps.items()}
+    left = {run: cycle([weight for weight, _ in own]) for run, own in found.items()}
+    weighted = [
+        replace(datum, logprobs=learner, advantages=_weighted(datum, left[run]))
+        for run, learner, datum in zip(runs, logprobs, datums, strict=True)
+    ]
+    return weighted, fmean(outside for _, outside in chain(*found.values()))
+
+
+def _judgements(rule: MismatchConfig, gaps: Sequence[float]) -> list[Judgement]:
+    """Those of a rollout's trained tokens, or the one of their sequence."""
+    wanted = gaps if rule.level == "token" else [fmean(gaps)]
+    weigh = partial(mismatch_weight, FLOATS, rule.type, *rule.bounds)
+    return [weigh(FLOATS.exp(gap)) for gap in wanted]
+
+
+def _weighted(datum: Shifted, weights: Iterator[float]) -> list[float]:
+    tokens = zip(datum.advantages, datum.mask, strict=True)
+    return [advantage * next(weights) if kept else 0.0 for advantage, kept in tokens]
 
 
 def _trained(learner: Sequence[float], datum: Shifted) -> list[tuple[float, float]]:
