@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sqlite3
 from pathlib import Path
@@ -17,14 +18,11 @@ from retrain.assembly import assemble
 from retrain.assembly import rows as assembly_rows
 from retrain.assembly.build import row_checks
 from retrain.config import parse_config
-from retrain.sandbox import choice, local
+from retrain.sandbox import choice
 from retrain.scoring import Scorer
 from retrain.types import Completion
 from rewards.code_tests import CodeTests
-
-needs_sandbox = pytest.mark.skipif(
-    bool(local.why_not("namespaces") and local.why_not("bubblewrap")), reason="no sandbox here"
-)
+from tests.sandbox_kit import needs_sandbox
 
 
 def asking(answer: object, **metadata: Any) -> Prompt:
@@ -91,7 +89,7 @@ ROWS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"tests": "def check(f):\n    assert f(1)\ncheck(f)"}, "needs the column `entry_point`"),
     ({"column": "spec"}, {"tests": SQUARE}, "no column `spec`, .* its columns are tests;"),
     ({}, {"n": 3}, "no column `tests` and no `answer`, .* its columns are n;"),
-    ({}, {"tests": "def x(:"}, "the tests are not valid Python: invalid syntax in line 1"),
+    ({}, {"tests": "def x(:"}, "the tests are not valid Python: invalid syntax .*line 1"),
     ({}, {"tests": {"inputs": ["1"], "outputs": ["2", "3"]}}, "with 1 inputs and 2 outputs"),
     ({"type": "sql"}, {"answer": "SELEC 1"}, "'SELEC 1'"),
     ({"type": "sql"}, {"query": "SELECT 1"}, "the row has no `answer`, .* columns are query;"),
@@ -188,18 +186,18 @@ QUERIES = [
     (PAIRS.format(1234567890123, 1234567890124), PAIRS.format(1234567890124, 1234567890123), 0.0),
     (MIXED, f"SELECT * FROM ({MIXED}) ORDER BY x DESC", 1.0),
     (f"{MIXED} /* order by */", f"SELECT * FROM ({MIXED}) ORDER BY x DESC", 1.0),
-    ("SELECT 1 AS [order by] UNION SELECT 2", "SELECT 2 UNION ALL SELECT 1", 1.0),
-    ("SELECT 1 AS `order by` UNION SELECT 2", "SELECT 2 UNION ALL SELECT 1", 1.0),
-    ('SELECT 1 AS "order by" UNION SELECT 2', "SELECT 2 UNION ALL SELECT 1", 1.0),
+    ("SELECT 1 AS [order by], 2 AS `order by`, 3 AS \"order by\" UNION SELECT 4, 5, 6",
+     "SELECT 4, 5, 6 UNION ALL SELECT 1, 2, 3", 1.0),
     ("SELECT 1 AS x UNION SELECT 2 ORDER /* ( */ BY x", "SELECT 2 UNION ALL SELECT 1", 0.0),
     ("SELECT 1", "", 0.0),
     ("SELECT 1", "SELECT '\ud800'", 0.0),
-]
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("answer", "query", "reward"), QUERIES)
-async def test_a_query_is_right_if_its_result_is(answer: str, query: str, reward: float) -> None:
-    assert values(await played(Sql(), asking(answer), query)) == [(reward, True)]
+async def test_a_query_is_right_if_its_result_is() -> None:
+    given = [played(Sql(), asking(answer), query) for answer, query, _ in QUERIES]
+    found = [values(results) for results in await asyncio.gather(*given)]
+    assert found == [[(reward, True)] for *_, reward in QUERIES]
 
 
 ENDLESS = "WITH RECURSIVE x(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM x)"

@@ -251,16 +251,13 @@ async def test_a_server_is_reached_by_http_with_headers_and_again_after_a_restar
             "servers.0.headers.A: the environment variable NOT_SET_HERE is not set",
         ),
         ([{"url": "http://x", "headers": "sk-secret"}], "servers.0: headers: expected a mapping"),
-        (
-            [{"command": ["sh"], "env": {"A": ["sk-secret"]}}],
-            "servers.0: env.A: expected a string; put the value in quotes",
-        ),
+        ([{"command": ["sh"], "env": {"A": ["sk-secret"]}}], "servers.0: env: expected a mapping"),
         (
             [{"comand": ["sh"]}],
             "servers.0.comand: unknown key; did you mean environment.servers.0.com",
         ),
-        ([{"command": "sh x"}], "servers.0.command: got 'sh x', expected a list: [sh, x]"),
-        (["x.py"], "servers.0: got 'x.py', expected a mapping, such as {command: [python, x.py]}"),
+        ([{"command": "sh x"}], "servers.0.command: got 'sh x', expected a list"),
+        (["x.py"], "servers.0: got 'x.py', expected a mapping"),
     ],
 )
 def test_wrong_servers_are_reported_before_the_run(servers: list[Any], problem: str) -> None:
