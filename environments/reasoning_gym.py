@@ -103,15 +103,9 @@ def _dataset(
 ) -> Any:
     """The dataset; raises ConfigError for a wrong name or parameter."""
     from reasoning_gym.composite import DatasetSpec
-    from reasoning_gym.factory import DATASETS, create_dataset
+    from reasoning_gym.factory import create_dataset
 
-    parts = [{"name": dataset}] if isinstance(dataset, str) else dataset
-    for name in [str(part.get("name")) for part in parts]:
-        if name not in DATASETS:
-            near = " or ".join(difflib.get_close_matches(name, DATASETS) or DATASETS)
-            raise ConfigError(
-                f"environment.dataset: unknown dataset {name!r}; did you mean {near}?"
-            )
+    _check_names([{"name": dataset}] if isinstance(dataset, str) else dataset)
     try:
         if isinstance(dataset, str):
             made = create_dataset(dataset, **{**shared, **(config or {})})
@@ -125,3 +119,14 @@ def _dataset(
         said = str(error) or type(error).__name__
         raise ConfigError(f"environment.config: {dataset}: {said}") from error
     return made
+
+
+def _check_names(parts: Sequence[dict[str, Any]]) -> None:
+    from reasoning_gym.factory import DATASETS
+
+    for name in [str(part.get("name")) for part in parts]:
+        if name not in DATASETS:
+            near = " or ".join(difflib.get_close_matches(name, DATASETS) or DATASETS)
+            raise ConfigError(
+                f"environment.dataset: unknown dataset {name!r}; did you mean {near}?"
+            )

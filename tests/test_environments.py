@@ -36,10 +36,6 @@ async def test_a_guess_is_told_on_which_side_the_secret_is() -> None:
     assert [result.reward for result in results[:2]] == [0.0, 0.0]
 
 
-async def test_an_early_hit_ends_the_episode() -> None:
-    assert await guessing("3", "3") == [StepResult([], 1.0, True, False, {"guesses": 1})]
-
-
 @pytest.mark.parametrize("text", ["", "x", "-1", "0", "8", "4.0", "4 4", "²", "9" * 5000])
 async def test_what_is_no_number_of_the_range_costs_a_guess(text: str) -> None:
     results = await guessing(4, text, text, text)

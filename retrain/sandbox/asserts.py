@@ -195,8 +195,8 @@ def _parts(body: Sequence[ast.stmt]) -> Iterator[Sequence[ast.stmt]]:
     """
     before = [node for node in body if not isinstance(node, ast.Assert)]
     asserts = [node for node in body if isinstance(node, ast.Assert)]
-    nested = (isinstance(node, ast.Assert) for stmt in before for node in ast.walk(stmt))
-    if asserts and not any(nested):
+    nested = any(isinstance(node, ast.Assert) for node in ast.walk(ast.Module(before, [])))
+    if asserts and not nested:
         yield from ([*before, node] for node in asserts if not isinstance(node.test, ast.Constant))
     else:
         yield body

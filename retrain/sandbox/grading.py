@@ -72,7 +72,7 @@ def tests_of(row: Row | Prompt, column: str | None) -> Tests:
     entry_point = str(columns.get("entry_point") or "")
     if (column or "tests") in columns:
         return read_tests(columns[column or "tests"], entry_point)
-    names = [*map(str, columns), *(["answer"] if row.answer is not None else [])]
+    names = [*map(str, columns)] + ["answer"] * (row.answer is not None)
     known = f"its columns are {', '.join(names) or 'none'}; set `column` to the right one"
     if column or row.answer is None:
         wanted = f"`{column}`" if column else "`tests` and no `answer`"
@@ -89,6 +89,9 @@ def read_tests(tests: Any, entry_point: str = "") -> Tests:
 
     `entry_point` is the function that a test file's `check(candidate)` gets.
     """
+    if isinstance(tests, str) and tests.lstrip()[:1] in ("[", "{"):
+        with suppress(ValueError):  # it is code
+            tests = json.loads(tests)  # parquet files often have lists as JSON
     given = _listed(tests)
     if not isinstance(given, Sequence) or not given:
         raise ValueError(f"got the tests {str(tests)[:80]!r}, expected a list or code; {FORMS}")
@@ -98,16 +101,14 @@ def read_tests(tests: Any, entry_point: str = "") -> Tests:
 
 
 def _listed(tests: Any) -> Any:
-    """As a list: a text of code, JSON, or `inputs` and `outputs`."""
-    if isinstance(tests, str) and tests.lstrip()[:1] in ("[", "{"):
-        with suppress(ValueError):  # it is code
-            tests = json.loads(tests)  # parquet files often have lists as JSON
+    """As a list: a text of code, or `inputs` and `outputs`."""
     if isinstance(tests, Mapping) and {"inputs", "outputs"} <= tests.keys():
         inputs, outputs = tests["inputs"], tests["outputs"]
-        if not (isinstance(inputs, list | tuple) and isinstance(outputs, list | tuple)):
-            raise ValueError("got tests with `inputs` and `outputs`, expected a list of each")
-        if len(inputs) != len(outputs):
-            raise ValueError(f"got tests with {len(inputs)} inputs and {len(outputs)} outputs")
+        lists = all(isinstance(values, list | tuple) for values in (inputs, outputs))
+        if not lists or len(inputs) != len(outputs):
+            raise ValueError(
+                "the tests have `inputs` and `outputs`, expected two equal-sized lists"
+            )
         return [{"input": i, "output": o} for i, o in zip(inputs, outputs, strict=True)]
     if isinstance(tests, str):
         return [tests] if tests.strip() else []
