@@ -56,8 +56,6 @@ TRUST_SECONDS = 1.0
 """How long sessions that are shared count as alive: else each rollout would ask."""
 MOST_LOG = 2**20
 """Bytes of a server's output that may be kept."""
-SECRET = "env", "headers"
-"""The keys of a server whose values no error shows."""
 TAIL = 1000
 """Characters of a server's last output in an error."""
 
@@ -99,7 +97,7 @@ class Server(BaseModel):
     def _without_secrets(cls, given: Any) -> Any:
         """Check the strings here: an error of a single field would show its value."""
         if isinstance(given, Mapping):
-            for key in given.keys() & set(SECRET):
+            for key in given.keys() & {"env", "headers"}:
                 texts = given[key].values() if isinstance(given[key], Mapping) else [None]
                 if not all(isinstance(text, str) for text in texts):
                     raise ValueError(f"{key}: expected a mapping of strings; quote other values")
@@ -360,11 +358,9 @@ class Connection:
 
         try:
             result = await self.client.call_tool(name, dict(arguments))
-        except MCPError as error:
-            if error.code in OF_THE_MODEL:
-                raise ToolError(error.message) from None
-            raise self._fault(f"failed in a call of {name}", error) from error
         except Exception as error:
+            if isinstance(error, MCPError) and error.code in OF_THE_MODEL:
+                raise ToolError(error.message) from None
             raise self._fault(f"failed in a call of {name}", error) from error
         text = "\n".join(map(_text, result.content))
         if result.is_error:

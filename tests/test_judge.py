@@ -23,7 +23,6 @@ from retrain.errors import ConfigError, RunError
 from retrain.observe.run_dir import read_metrics
 from retrain.pipeline import train
 from retrain.types import Completion
-from retrain.wire.budgets import Budget
 from retrain.wire.replies import ReplyCache
 from rewards import judge
 from tests.fake_weaver import serve
@@ -198,11 +197,6 @@ def test_a_cache_keeps_any_string_and_reads_the_files_of_older_versions(tmp_path
     cache.close()
 
 
-def test_the_error_of_a_budget_names_its_argument():
-    with pytest.raises(ValueError, match="concurrency: got 0"):
-        Budget(concurrency=0)
-
-
 def refusing(*statuses, after="0"):
     """Refuses the first calls with these statuses."""
     left = list(statuses)
@@ -364,6 +358,7 @@ def test_each_rollout_has_as_many_rivals(count):
         ({"weights": {"a": 1}}, "weights: got 'a', which is not in criteria"),
         ({"scale": [1, 1]}, "scale: got [1.0, 1.0], expected [low, high]"),
         ({"attempts": 0}, "attempts: got 0, expected an integer >= 1"),
+        ({"concurrency": 0}, "concurrency: got 0, expected an integer >= 1"),
         ({"rivals": 3}, "rivals: got 3, expected an even number"),
         ({"mode": "pairwise", "rivals": 8}, "mode: pairwise compares the rollouts of a group, and"),
         ({"max_cost": 1}, "max_cost: needs the price of tokens; set price"),
