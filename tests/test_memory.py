@@ -228,12 +228,6 @@ def test_a_dry_run_shows_the_estimate_and_names_the_key_to_lower(
     monkeypatch.setattr(memory, "ram", lambda: 64 * 10**9)
     assert main([*command, f"model={tmp_path}"]) == 0
     assert "backend.max_rows" in capsys.readouterr().err.partition("warning: ")[2]
-
-
-def test_a_dry_run_prints_the_estimate_of_a_config_with_other_problems(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    command = ["quickstart", "--dry-run", "backend.device=cpu"]
     assert main([*command, "backend.sampler={type: vllm, python: gone/bin/python}"]) == 2
     assert capsys.readouterr().err.startswith("memory: about ")
     assert main([*command, "model=./gone"]) == 2

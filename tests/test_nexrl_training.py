@@ -26,10 +26,7 @@ from retrain.trainer.nexrl import (
     load_recipe,
 )
 from retrain.trainer.nexrl.__main__ import main
-from tests.nexrl_kit import LOCAL, replies
-
-ROWS = [{"prompt": f"{letter}=", "answer": letter * 2} for letter in "abcd"]
-
+from tests.nexrl_kit import LOCAL, ROWS, replies
 
 # --- training
 

@@ -54,10 +54,9 @@ def _check_publishes(run: Run) -> None:
     if checks_publishes(run.config, adapter):
         from retrain.pipeline.verify import PublishCheck
 
-        def report(error: str) -> None:
-            run.record.event("fault", error=error)
-
-        run.backend.check = PublishCheck(run.config, adapter, report)
+        run.backend.check = PublishCheck(
+            run.config, adapter, lambda error: run.record.event("fault", error=error)
+        )
 
 
 def _chat(run: Run) -> Chat:

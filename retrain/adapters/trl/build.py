@@ -107,7 +107,8 @@ def build_trainer(
             model,
             reward_funcs=_never_called,
             args=args,
-            train_dataset=_placeholder(config, ranks.size),
+            # one empty prompt per step and rank drives Trainer's loop, and is never read
+            train_dataset=Dataset.from_dict({"prompt": [""] * args.max_steps * ranks.size}),
             processing_class=tokenizer,
             peft_config=_lora(options.lora),
             plan=plan,
@@ -160,7 +161,7 @@ def grpo_args(
         use_cpu=not cuda,
         bf16=placement.autocast,
         temperature=config.sampling.temperature or 1.0,
-        per_device_train_batch_size=2,  # TRL needs at least two generations; see _placeholder
+        per_device_train_batch_size=2,  # TRL needs at least two generations
         num_generations=2,
         shuffle_dataset=False,
         ignore_data_skip=True,
@@ -193,11 +194,6 @@ def _has_optional_parts(model: Any) -> bool:
         isinstance(module, torch.nn.ModuleList) and name.endswith("experts")
         for name, module in model.named_modules()
     )
-
-
-def _placeholder(config: RunConfig, ranks: int) -> Dataset:
-    """One empty prompt per step and rank, which drives Trainer's loop and is never read."""
-    return Dataset.from_dict({"prompt": [""] * max(1, config.train.total_train_steps) * ranks})
 
 
 def hush() -> None:

@@ -153,14 +153,11 @@ class TrainerThread:
     # --- the thread
 
     def _main(self) -> None:
-        with PROCESS_STATE:
-            self._work()
-
-    def _work(self) -> None:
         try:
-            torch.set_num_threads(self._threads)
-            with self._meet(self) as self.ranks:
-                self._train()
+            with PROCESS_STATE:
+                torch.set_num_threads(self._threads)
+                with self._meet(self) as self.ranks:
+                    self._train()
         except Stopped:
             pass
         except BaseException as error:  # noqa: BLE001 - the owner gets it, whatever it is
