@@ -49,7 +49,6 @@ class Checkpoint:
     counters: Mapping[str, Any]
     """The learner's own state: streaks, the highest reward, the best evaluation, callbacks."""
     config: Mapping[str, Any]
-    """The resolved config of the run."""
 
 
 class Checkpoints:
@@ -87,7 +86,6 @@ class Checkpoints:
         return target
 
     def close(self) -> None:
-        """End the thread that writes."""
         self._disk.close()
 
     def newest(self) -> tuple[Path, Checkpoint] | None:
@@ -281,7 +279,6 @@ def group_to_json(group: Group) -> dict[str, Any]:
 
 
 def group_from_json(saved: Mapping[str, Any], prompt_of: Callable[[Ticket], Prompt]) -> Group:
-    """The group that `group_to_json` wrote."""
     prompt = prompt_of(Ticket.parse(saved["ticket"]))
     trajectories = []
     for row in saved["trajectories"]:

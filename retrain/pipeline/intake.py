@@ -63,7 +63,6 @@ class Desk:
         self.admit.set()
 
     def trained(self, groups: Sequence[Group]) -> None:
-        """These groups were trained."""
         self.ledger.retire(group.ticket for group in groups)
         self.admit.set()
 
@@ -169,7 +168,6 @@ class Intake:
             self.drop_held(self.outage.excuses, "outage")
 
     def drop_held(self, unwanted: Callable[[Group], bool], cause: str) -> None:
-        """Drop the groups of `held` that are `unwanted`."""
         for group in filter(unwanted, list(self.held.values())):
             del self.held[group.ticket]
             self._drop(group, cause)

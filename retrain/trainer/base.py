@@ -297,7 +297,6 @@ class BaseTrainer(ABC):
 
 
 def one_reward(name: str, calculator: RewardCalculator, config: RunConfig) -> Scorer:
-    """The scorer of a run with a single reward."""
     return Scorer(
         [WeightedReward(name, 1.0, calculator)],
         deadlines=config.deadlines,

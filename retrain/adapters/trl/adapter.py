@@ -333,7 +333,6 @@ class TrlAdapter(Adapter):
             self._scratch.cleanup()
 
     async def _thread_ended(self, seconds: float) -> bool:
-        """Wait at most `seconds`."""
         if not self._thread.began:
             return True
         ended = asyncio.wrap_future(self._thread.ended)

@@ -107,7 +107,6 @@ class PipeTrainer(WholeBatchLoss, Handover):
         return loss
 
     def _shares(self, batch: Batch) -> list[Share]:
-        """What each rank trains."""
         row, rule, samples = row_of(batch.loss), self.plan.mismatch, batch.samples
         if row.trl_mean == "row_means":
             samples = with_shares(samples)

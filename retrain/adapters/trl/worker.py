@@ -95,7 +95,6 @@ class TrainerThread:
 
     @property
     def began(self) -> bool:
-        """Whether the thread has been started."""
         return self._thread.ident is not None
 
     def start(self) -> None:
@@ -140,7 +139,6 @@ class TrainerThread:
         return shares[0]
 
     def finish_step(self, metrics: Metrics) -> None:
-        """The batch's optimizer step is done."""
         assert self._batch is not None
         job, self._batch = self._batch, None
         self._resolve(job, metrics)

@@ -123,7 +123,6 @@ class PresetTrainer(BaseTrainer):
             return Plan(config, Given(**given), steps, epochs, close=closing.pop_all().close)
 
     def _scoring(self, task: Task, data: Data, pool: DaemonPool) -> Scoring:
-        """What follows from the task and the data."""
         return {}, {}
 
 

@@ -31,7 +31,6 @@ def log_rollout_metrics(
 
 
 def _scores(trajectories: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
-    """The numbers in `score`, by name."""
     scores: dict[str, list[float]] = {}
     for one in trajectories:
         for name, value in dict(one.get("score") or {}).items():
