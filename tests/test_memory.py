@@ -137,20 +137,13 @@ COUNT = BIG.parameters
 VLLM = {"type": "vllm", "url": "http://localhost:8000"}
 
 
-def test_the_parts_of_full_weights_on_a_gpu() -> None:
-    parts = needs(BIG, cuda=True).parts()
-    assert (parts["weights"], parts["gradients"], parts["optimizer"]) == (
-        4 * COUNT,
-        4 * COUNT,
-        8 * COUNT,
-    )
-    assert parts["sampler"] in (2 * COUNT, 4 * COUNT)  # without or with a second copy
-    assert "publishing" not in parts  # it happens without gradients
-
-
 @pytest.mark.parametrize(
     ("backend", "part", "expected"),
     [
+        ({}, "weights", 4 * COUNT),
+        ({}, "gradients", 4 * COUNT),
+        ({}, "optimizer", 8 * COUNT),
+        ({}, "publishing", None),  # it happens without gradients
         ({"lora": {}}, "weights", 2 * COUNT + 4 * BIG.lora(16)),
         ({"lora": {}}, "optimizer", 8 * BIG.lora(16)),
         ({"processes": 8}, "gradients", 8 * COUNT),
