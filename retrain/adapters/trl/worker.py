@@ -120,7 +120,10 @@ class TrainerThread:
         """Queue a job; raises AdapterError with the cause when the thread has ended."""
         with self._lock:
             if self._closed:
-                raise self._later_error()
+                why = f"it failed with {self._cause!r}" if self._cause else "it was closed"
+                raise AdapterError(
+                    f"the trainer has ended: {why}; continue from the last checkpoint"
+                ) from self._cause
             self._jobs.put(job)
         return job.future
 
@@ -280,11 +283,4 @@ class TrainerThread:
             return cause or AdapterError("the trainer was closed before it did this")
         error = AdapterError(f"the trainer failed: {type(cause).__name__}: {cause}")
         error.__cause__ = cause
-        return error
-
-    def _later_error(self) -> AdapterError:
-        """For jobs that were submitted afterwards."""
-        why = f"it failed with {self._cause!r}" if self._cause else "it was closed"
-        error = AdapterError(f"the trainer has ended: {why}; continue from the last checkpoint")
-        error.__cause__ = self._cause
         return error
