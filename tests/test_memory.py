@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -198,13 +197,9 @@ def test_too_little_memory_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None
         line = forecast(TrlOptions(device="cpu"), found)
         assert bool(line.warning) == warned
         assert f"{total / 1e9:.2f} GB" in line.text
-    alone = re.search(r"about ([\d.]+) GB", forecast(TrlOptions(device="cpu"), found).text)
-    six = re.search(
-        r"about ([\d.]+) GB", forecast(TrlOptions(device="cpu", processes=6), found).text
-    )
-    assert alone
-    assert six
-    assert float(six[1]) > 5 * float(alone[1])
+    texts = [forecast(TrlOptions(device="cpu", processes=n), found).text for n in (1, 6)]
+    alone, six = (float(text.split()[2]) for text in texts)
+    assert six > 5 * alone
     cards = [Card("NVIDIA H100", 80 * 10**9), Card("NVIDIA A10", 10**8)]
     monkeypatch.setattr(memory, "cards", lambda: cards)
     assert "NVIDIA A10" in forecast(TrlOptions(processes=2), found).warning

@@ -218,10 +218,6 @@ def test_pattern_2_trains_what_the_page_writes_as_an_attribute(own_folder: Path)
     assert [t["advantage"] for t in trajectories] == [0.5, -0.5, -0.5, 0.5]
     assert metrics["custom/advantage_mean"] == 0.0
     assert metrics["grad_norm"] > 0
-
-
-def test_pattern_2_runs_by_its_recipe(own_folder: Path) -> None:
-    write("recipe/my_task/my_remote_trainer.py", MY_REMOTE_TRAINER)
     write("recipe/my_task/my_task.yaml", MY_REMOTE_TASK + REST)
     assert nexrl("-m", "training-service", "-c", "recipe/my_task/my_task.yaml", "--run-nexrl") == 0
     rows = metrics_of(own_folder / "runs" / "my_task")

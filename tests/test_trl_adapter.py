@@ -101,17 +101,6 @@ async def test_fresh_samples_have_ratio_1_and_nothing_clipped(loss, keys):
             assert trl.sampler.version == step + 1
 
 
-async def test_an_unmasked_answer_of_the_environment_moves_the_ratio():
-    # The mask is what keeps the ratio at 1: the environment's tokens were never sampled.
-    async with adapter() as trl:
-        samples = [s for s in await rollouts(trl.sampler) if s.group_id == "0.1.0"]
-        unmasked = [
-            replace(s, loss_mask=[int(i >= 3) for i in range(len(s.token_ids))]) for s in samples
-        ]
-        metrics = await trl.update(kit.batch(unmasked))
-        assert abs(metrics["ratio/mean"] - 1) > 0.05
-
-
 @pytest.mark.parametrize("temperature", [0.7, 0.0])
 async def test_the_trainer_scores_at_the_samplers_temperature(temperature):
     sections = {"sampling": {"max_tokens": 6, "temperature": temperature}}
