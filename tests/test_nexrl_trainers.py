@@ -22,6 +22,8 @@ from retrain.trainer.nexrl import (
 )
 from tests.nexrl_kit import LOCAL, replies
 
+pytestmark = pytest.mark.usefixtures("own_folder")  # of its service
+
 
 class Counting(BaseTrainer):
     """Trains nothing."""

@@ -28,6 +28,8 @@ from retrain.trainer.nexrl import (
 from retrain.trainer.nexrl.__main__ import main
 from tests.nexrl_kit import LOCAL, ROWS, replies
 
+pytestmark = pytest.mark.usefixtures("own_folder")  # of its service
+
 # --- training
 
 

@@ -39,6 +39,8 @@ from retrain.trainer.nexrl import (
 from retrain.trainer.nexrl.settings import read_settings
 from tests.nexrl_kit import REST, ROWS, metrics_of, text_trajectories, write
 
+pytestmark = pytest.mark.usefixtures("own_folder")  # of its service
+
 logger = logging.getLogger(__name__)
 
 
