@@ -36,7 +36,7 @@ from tests.ranks_kit import Launch, check_equal  # noqa: E402 - the same
 async def check_resume(
     folder: Path, sharding: str, lora: dict[str, float] | None = None, **keys: str
 ) -> None:
-    """2 steps and 2 more are 4, bit by bit; another number of ranks continues a sharded run."""
+    """2 steps and 2 more are 4, bit by bit; another number of ranks continues too."""
     config = trl_kit.run_config("dapo")
     alone = trl_kit.options(**ranks_kit.ADAM, lora=lora, **keys)
     options = alone.model_copy(update={"processes": 2, "sharding": sharding})
@@ -45,14 +45,15 @@ async def check_resume(
     _, _, state = await ranks_kit.trained(config, options, batches[:2], save=folder)
     rest, _, _ = await ranks_kit.trained(config, options, batches[2:], load=state)
     assert ranks_kit.apart(whole, rest) == 0.0
+    one, _, _ = await ranks_kit.trained(config, alone, batches[2:], load=state)
+    if not (lora or {}).get("dropout"):  # which draws other numbers
+        assert ranks_kit.apart(whole, one) < 1e-5
     if sharding == "none":
         return
-    one, _, _ = await ranks_kit.trained(config, alone, batches[2:], load=state)
     unsharded = alone.model_copy(update={"processes": 2})
     other, _, again = await ranks_kit.trained(
         config, unsharded, batches[2:], load=state, save=folder / "again"
     )
-    assert ranks_kit.apart(whole, one) < 1e-5
     assert ranks_kit.apart(whole, other) < 1e-5
     with pytest.raises(CheckpointError, match=r"backend.sharding: none"):
         await ranks_kit.trained(config, options, [], load=again)
