@@ -261,10 +261,11 @@ VLLM = {
     "tensor_parallel": COMMAND,
     "gpu_memory": COMMAND,
     "args": COMMAND,
-    "publish": "test_vllm_runs.py::test_each_way_of_publishing_has_its_default",
+    "publish": "test_vllm_runs.py::"
+    "test_the_first_line_names_processes_and_servers_and_the_way_of_publishing",
     "folder": "test_vllm_runs.py::test_weights_are_written_to_the_given_folder",
     "in_flight": "test_vllm_publish.py::test_weights_change_in_flight",
-    "check": "test_vllm_whole.py::test_a_server_of_something_else_is_found_before_the_first_step",
+    "check": "test_vllm_whole.py::test_another_model_is_found_before_the_first_step",
     "restarts": "test_vllm_sampler.py::test_a_server_that_dies_too_often_is_given_up",
     "start_seconds": "test_vllm_runs.py::test_a_server_that_does_not_answer_is_named",
 }
