@@ -326,7 +326,7 @@ async def test_a_model_that_can_not_be_added_leaves_no_job_and_may_be_asked_for_
 ):
     body = {"session_id": tinker.session_id, "model_seq_id": 9, "base_model": "tiny"}
     with monkeypatch.context() as patch:
-        patch.delattr(Service, "_lane")
+        patch.delattr(Service, "lane")
         await tinker.post("create_model", body, 500)
     await tinker.post("create_model", body)
     assert not caplog.messages
@@ -373,7 +373,6 @@ async def test_leaving_the_service_answers_whoever_waits_and_ends_its_threads(tm
             asking = [asyncio.create_task(tinker.result(one)) for one in (behind_a_gap, drawing)]
             await asyncio.sleep(0)
         gap, drawn = await asyncio.gather(*asking)
-        assert "seq_id 9" in gap["error"]
-        assert drawn["category"] == "server"
+        assert gap["category"] == drawn["category"] == "server"
     left = {t.name for t in threading.enumerate() if t.name.startswith("retrain")}
     assert not left - {"retrain-user-code"}  # of other tests

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 import logging
 import uuid
 from collections import OrderedDict
@@ -25,6 +26,7 @@ from retrain.errors import ConfigError
 from retrain.service.errors import ServiceError, conflict, invalid
 
 KEPT = 20_000_000
+STOPPED = "the job was cancelled or the service is shutting down"
 Work = Callable[[], Awaitable[Any]]
 log = logging.getLogger(__name__)
 
@@ -77,7 +79,6 @@ class Jobs:
         self._open: dict[str, RequestJob] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._kept = self._forgotten = 0
-        self._stopped = ServiceError(503, "the job was cancelled or the service is shutting down")
 
     def get(self, job_id: str) -> RequestJob:
         """Raises ServiceError: 410 if it may be a forgotten job, else 404."""
@@ -115,22 +116,21 @@ class Jobs:
         job.error = error
         self._finish(job, "failed")
 
-    async def close(self, reason: ServiceError | None = None) -> None:
-        """Cancel running jobs and wake all waiters; the jobs fail with `reason`."""
-        self._stopped = reason or self._stopped
+    async def close(self) -> None:
+        """Cancel running jobs and wake all waiters."""
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         for job in list(self._open.values()):
-            self.fail(job, self._stopped)
+            self.fail(job, ServiceError(503, STOPPED))
 
     async def _run(self, job: RequestJob, work: Work) -> None:
         job.state = "running"
         try:
             job.result = job.show(await work())
         except asyncio.CancelledError:
-            self.fail(job, self._stopped)
+            self.fail(job, ServiceError(503, STOPPED))
             raise
         except ServiceError as error:
             self.fail(job, error)
@@ -207,10 +207,7 @@ class Lane:
     def _advance(self) -> None:
         """Start the jobs whose turn it is."""
         while True:
-            number = self._next
-            while number in self._rejected:
-                number += 1
-            if number not in self._behind:
+            if (number := self._awaited()) not in self._behind:
                 return
             for skipped in range(self._next, number):
                 self._known[skipped] = b"", ""
@@ -228,8 +225,8 @@ class Lane:
     def _give_up(self, seq_id: int) -> None:
         job, _, timer = self._behind.pop(seq_id)
         timer.cancel()
-        missing = self._next
-        while missing in self._rejected:
-            missing += 1
-        message = f"seq_id {seq_id} waited for seq_id {missing}, which never arrived"
+        message = f"seq_id {seq_id} waited for seq_id {self._awaited()}, which never arrived"
         self._jobs.fail(job, invalid(message))
+
+    def _awaited(self) -> int:
+        return next(n for n in itertools.count(self._next) if n not in self._rejected)

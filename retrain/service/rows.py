@@ -13,7 +13,7 @@ from typing import cast
 
 from retrain.errors import shown
 from retrain.service.errors import ServiceError, invalid
-from retrain.service.fields import LARGEST, Json, fits, objects, want
+from retrain.service.fields import INT64, KINDS, LARGEST, Json, fits, objects, want
 from retrain.service.passes import TargetRow
 from retrain.service.state import RequestLimits
 from retrain.service.training_fields import Inputs
@@ -192,12 +192,11 @@ def _fit(starts: Sequence[int], columns: Sequence[int], shape: tuple[int, ...]) 
 def _check_numbers(where: str, values: Sequence[float], kind: type[int] | type[float]) -> None:
     """Raise ServiceError unless all are finite numbers of this kind."""
     kinds = {int} if kind is int else {int, float}
-    low, high = (-(2**63), 2**63 - 1) if kind is int else (-LARGEST, LARGEST)
+    low, high = INT64 if kind is int else (-LARGEST, LARGEST)
     if set(map(type, values)) <= kinds and all(low <= value <= high for value in values):
         return
     position, wrong = next((i, v) for i, v in enumerate(values) if not fits(v, kind))
-    number = "a finite number" if type(wrong) in kinds else "a number"
-    raise invalid(f"{where}[{position}]: got {shown(wrong)}, expected {number}")
+    raise invalid(f"{where}[{position}]: got {shown(wrong)}, expected {KINDS[kind]}")
 
 
 def _check_tokens(where: str, tokens: Sequence[int], limits: RequestLimits) -> None:

@@ -24,7 +24,7 @@ from retrain.service.fields import INT64, Json, integer, iso, metadata, ttl, wan
 from retrain.service.jobs import RequestJob
 from retrain.service.json_bodies import check_counts
 from retrain.service.passes import TargetRow
-from retrain.service.protocol import Handler, ServiceCall, ServiceProtocol, decoded, size_of
+from retrain.service.protocol import Handler, ServiceCall, ServiceProtocol, decoded
 from retrain.service.rows import training_rows
 from retrain.service.state import Model, ServiceSession
 from retrain.service.store import CheckpointPlace, Kind
@@ -82,8 +82,7 @@ class TinkerProtocol(ServiceProtocol):
     def id_of(self, session: ServiceSession, kind: str, number: int) -> str:
         return f"{session.id}:{kind}:{number}"
 
-    def place_of(self, path: str) -> CheckpointPlace:
-        return wire.place_of(path)
+    place_of = staticmethod(wire.place_of)
 
     # The service and its sessions
 
@@ -168,7 +167,8 @@ class TinkerProtocol(ServiceProtocol):
         given, config, rows = await decoded(read, call.raw)
         model, backward = self._service.model(given.model_id), not given.forward_only
         kind = "ForwardBackward" if backward else "Forward"
-        job = RequestJob(kind, size=size_of(rows), show=lambda passed: wire.output(passed, rows))
+        size = sum(len(row.targets) for row in rows)
+        job = RequestJob(kind, size=size, show=lambda passed: wire.output(passed, rows))
         work = partial(self._service.run_pass, model, rows, given.loss, config, backward=backward)
         return self.numbered(call, model, given.seq_id, job, work)
 

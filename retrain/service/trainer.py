@@ -21,14 +21,8 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from retrain.engine.lengths import of_like_length
 from retrain.losses import settings
-from retrain.service.errors import invalid
-from retrain.service.passes import (
-    Passed,
-    TargetRow,
-    problem_of,
-    run_micro_batch,
-    tokens_at_once,
-)
+from retrain.service.errors import diverged, invalid
+from retrain.service.passes import Passed, TargetRow, run_micro_batch, tokens_at_once
 from retrain.service.tuning import BaseModel, Tuning
 from retrain.wire.training import AdamParams
 
@@ -132,8 +126,10 @@ class Trainer:
         for batch in of_like_length([len(row.tokens) for row in rows], self._tokens_at_once):
             together = [rows[i] for i in batch]
             value, found = run_micro_batch(self.model, self._device, together, loss, config)
-            if problem := problem_of(loss, value, found):
-                raise problem
+            if not torch.isfinite(found).all():
+                raise diverged()
+            if not torch.isfinite(value):
+                raise invalid(f"{loss} loss: got {value.item()}; check logprobs and advantages")
             if torch.is_grad_enabled():
                 value.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
             total += float(value.detach())
