@@ -122,7 +122,7 @@ class Trainer:
     def _pass(self, rows: Sequence[TargetRow], loss: str, config: Mapping[str, Any]) -> Passed:
         settings("ppo" if loss == "gspo" else loss, config)  # raises before anything is computed
         logprobs: list[list[float]] = [[]] * len(rows)
-        total = 0.0
+        total = tokens = 0.0
         for batch in of_like_length([len(row.tokens) for row in rows], self._tokens_at_once):
             together = [rows[i] for i in batch]
             value, found = run_micro_batch(self.model, self._device, together, loss, config)
@@ -135,7 +135,8 @@ class Trainer:
             total += float(value.detach())
             for index, values, row in zip(batch, found.detach().cpu(), together, strict=True):
                 logprobs[index] = values[: len(row.tokens), : row.width or 1].flatten().tolist()
-        return Passed(logprobs, total, float(sum(sum(row.mask) for row in rows)))
+                tokens += sum(row.mask)
+        return Passed(logprobs, total, tokens)
 
     def _check_fit(self, weights: Mapping[str, Tensor], state: Mapping[int, Any]) -> None:
         shapes = {name: parameter.shape for name, parameter in self._trained.items()}
