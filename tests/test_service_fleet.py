@@ -216,7 +216,7 @@ async def test_a_server_that_restarts_gets_the_present_snapshots(tinker, server)
         (["--sampler", "vllm"], "neither of url and python"),
         (["--vllm", "url=http://127.0.0.1:1"], "--sampler vllm"),
         (["--sampler", "vllm", "--vllm", "url=x"], "--vllm url: got 'x'"),
-        (["--sampler", "vllm", "--vllm", "url"], "KEY=VALUE"),
+        (["--sampler", "vllm", "--vllm", "url"], "key=value"),
         (["--sampler", "vllm", "--vllm", "python=/no"], "--vllm python: /no"),
     ],
 )

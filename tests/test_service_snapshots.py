@@ -102,9 +102,14 @@ async def test_p14_a_session_that_ends_frees_its_samplers_and_a_full_memory_its_
         await tinker.score(await tinker.snapshot(1, 0), 0)
         service = tinker.app.service
         assert len(service._pool._live) == 1
-        await tinker.post(f"sessions/{tinker.session_id}/finish", {})
+        assert list(tmp_path.glob("*/sampler_weights/*"))
+        finish = {"reason": {"type": "success"}, "detail": None}
+        await tinker.post(f"sessions/{tinker.session_id}/finish", finish)
         assert not service._pool._live
         assert not service.models
+        assert not list(tmp_path.glob("*/sampler_weights/*"))
+        await tinker.post("session_heartbeat", {"session_id": tinker.session_id}, 410)
+        await tinker.post("get_info", {"model_id": tinker.model_id}, 404)
         monkeypatch.setattr("retrain.service.memory.free_memory", lambda device: 0)
         tinker.session_id = (await tinker.post("create_session", {}))["session_id"]
         body = {
@@ -292,7 +297,7 @@ def test_saving_and_deleting_never_disturb_a_look_at_all_checkpoints(tmp_path):
     with ThreadPoolExecutor(1) as beside:
         churning = beside.submit(churn)
         try:
-            for _ in range(100):
+            for _ in range(40):
                 assert len(store.list()) in (40, 41)
         finally:
             over.set()
@@ -330,28 +335,6 @@ async def test_a_model_that_can_not_be_added_leaves_no_job_and_may_be_asked_for_
         await tinker.post("create_model", body, 500)
     await tinker.post("create_model", body)
     assert not caplog.messages
-
-
-async def test_a_finished_session_is_over_and_its_snapshots_with_it(tinker, tmp_path):
-    await tinker.snapshot(1, 0)
-    assert list(tmp_path.glob("*/sampler_weights/*"))
-    finish = {"reason": {"type": "success"}, "detail": None}
-    await tinker.post(f"sessions/{tinker.session_id}/finish", finish)
-    await tinker.post("session_heartbeat", {"session_id": tinker.session_id}, 410)
-    await tinker.post("get_info", {"model_id": tinker.model_id}, 404)
-    assert not list(tmp_path.glob("*/sampler_weights/*"))
-
-
-async def test_full_weights_are_trained_at_rank_0(tmp_path):
-    async with in_process(tmp_path) as tinker:
-        await tinker.start(rank=0)
-        info = await tinker.post("get_info", {"model_id": tinker.model_id})
-        assert not info["is_lora"]
-        await tinker.forward_backward(1)
-        await tinker.step(2)
-        sampler = await tinker.snapshot(3, 0)
-        score = await tinker.score(sampler, 0)
-        assert score == pytest.approx(await tinker.logprobs(4), abs=1e-5)
 
 
 async def test_leaving_the_service_answers_whoever_waits_and_ends_its_threads(tmp_path):

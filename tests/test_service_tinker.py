@@ -280,7 +280,7 @@ BAD_CALLS = [
     ("save_weights_for_sampler", {"sampling_session_seq_id": 0, "kind": "inflight"}, "snapshot"),
     ("save_weights_for_sampler", {}, "sampling_session_seq_id"),
     ("load_weights", {"path": "tinker://a/b", "optimizer": True}, "tinker://a/b"),
-    ("load_weights", {"path": "tinker://m/sampler_weights/n", "optimizer": True}, "sampling"),
+    ("load_weights", {"path": "tinker://m/sampler_weights/n", "optimizer": True}, "MODEL/weights"),
 ]
 
 

@@ -22,7 +22,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from retrain.errors import ConfigError
 from retrain.service.errors import ServiceError, conflict, invalid
 
 KEPT = 20_000_000
@@ -62,6 +61,8 @@ class RequestJob:
     protocol: object = None
     """What started it and knows the form of its result; the other protocol can't show it."""
     finished: asyncio.Event = field(default_factory=asyncio.Event)
+    task: asyncio.Task[None] | None = None
+    """What runs it."""
 
     async def wait(self, seconds: float) -> bool:
         """Wait at most `seconds`; returns whether the job has finished."""
@@ -77,7 +78,6 @@ class Jobs:
     def __init__(self) -> None:
         self._finished: OrderedDict[str, RequestJob] = OrderedDict()
         self._open: dict[str, RequestJob] = {}
-        self._tasks: dict[str, asyncio.Task[None]] = {}
         self._kept = self._forgotten = 0
 
     def get(self, job_id: str) -> RequestJob:
@@ -96,7 +96,7 @@ class Jobs:
     def start(self, job: RequestJob, work: Work) -> RequestJob:
         """Run it now, concurrently with the others."""
         self.add(job).state = "pending"
-        self._tasks[job.id] = asyncio.create_task(self._run(job, work), name=f"{job.kind} {job.id}")
+        job.task = asyncio.create_task(self._run(job, work), name=f"{job.kind} {job.id}")
         return job
 
     def forget(self, session: Owner) -> None:
@@ -106,11 +106,6 @@ class Jobs:
             self._kept -= job.size
             self._forgotten += 1
 
-    def cancel(self, job: RequestJob) -> None:
-        """Stop its work if it is running."""
-        if task := self._tasks.get(job.id):
-            task.cancel()
-
     def fail(self, job: RequestJob, error: ServiceError) -> None:
         """Finish it with an error."""
         job.error = error
@@ -118,7 +113,7 @@ class Jobs:
 
     async def close(self) -> None:
         """Cancel running jobs and wake all waiters."""
-        tasks = list(self._tasks.values())
+        tasks = [job.task for job in self._open.values() if job.task]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -134,15 +129,11 @@ class Jobs:
             raise
         except ServiceError as error:
             self.fail(job, error)
-        except ConfigError as error:  # of the keys of a loss
-            self.fail(job, invalid(str(error)))
         except Exception as error:  # the waiting client must get every failure
             log.exception("%s %s failed", job.kind, job.id)
             self.fail(job, ServiceError(500, f"{type(error).__name__}: {error}"))
         else:
             self._finish(job, "done")
-        finally:
-            self._tasks.pop(job.id, None)
 
     def _finish(self, job: RequestJob, state: Literal["done", "failed"]) -> None:
         if job.finished.is_set():
@@ -206,9 +197,7 @@ class Lane:
 
     def _advance(self) -> None:
         """Start the jobs whose turn it is."""
-        while True:
-            if (number := self._awaited()) not in self._behind:
-                return
+        while (number := self._awaited()) in self._behind:
             for skipped in range(self._next, number):
                 self._known[skipped] = b"", ""
                 self._rejected.discard(skipped)

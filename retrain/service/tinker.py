@@ -310,7 +310,8 @@ class TinkerProtocol(ServiceProtocol):
         job = self.job(want(call.body, "request_id", str))
         if job.kind != "Sample":
             raise invalid("only sampling requests can be cancelled")
-        self._service.jobs.cancel(job)
+        if job.task is not None:
+            job.task.cancel()
         return {}
 
     # Addressing

@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from retrain.engine.lengths import of_like_length
-from retrain.losses import settings
 from retrain.service.errors import diverged, invalid
 from retrain.service.passes import Passed, TargetRow, run_micro_batch, tokens_at_once
 from retrain.service.tuning import BaseModel, Tuning
@@ -120,7 +119,6 @@ class Trainer:
         self.steps = int(optimizer["steps"]) if optimizer is not None else 0
 
     def _pass(self, rows: Sequence[TargetRow], loss: str, config: Mapping[str, Any]) -> Passed:
-        settings("ppo" if loss == "gspo" else loss, config)  # raises before anything is computed
         logprobs: list[list[float]] = [[]] * len(rows)
         total = tokens = 0.0
         for batch in of_like_length([len(row.tokens) for row in rows], self._tokens_at_once):

@@ -137,15 +137,12 @@ class WeaverProtocol(ServiceProtocol):
         payload = wire.payload_of(call.body, model.id)
         key = "forward_backward_input" if backward else "forward_input"
         given = await asyncio.to_thread(wire.training_call, payload, key, self._service.limits)
-        name, rows, datum_ids = given.loss, given.rows, given.datum_ids
-        if backward and name == "forward_logprob":
-            raise invalid("forward_logprob has no gradient; use it with forward")
+        loss, config, rows, datum_ids = given
         job = RequestJob(
             "forward_backward" if backward else "forward",
             size=sum(len(row.targets) for row in rows),
             show=lambda found: wire.passed(found, datum_ids, model.id),
         )
-        loss, config = given.computed
         work = partial(self._service.run_pass, model, rows, loss, config, backward=backward)
         return self.numbered(call, model, want(payload, "seq_id", int), job, work)
 
