@@ -145,9 +145,7 @@ async def test_a_model_that_diverged_says_so_instead_of_sending_nan(tinker):
         parameter.data.fill_(math.nan)
     failed = await tinker.forward_backward(1)
     assert failed["category"] == "user"
-    prompt = {"prompt": datum()["model_input"], "sampling_params": {"max_tokens": 2}}
-    body = {"sampling_session_id": await tinker.snapshot(2, 0), "seq_id": 0, **prompt}
-    failed = await tinker.result(await tinker.post("asample", body))
+    failed = await tinker.result(await tinker.asample(await tinker.snapshot(2, 0), 0))
     assert failed["category"] == "user"
     assert await tinker.model(1)
 
@@ -156,7 +154,6 @@ async def test_a_sampler_whose_worker_failed_is_replaced(tinker, monkeypatch):
     sampler = await tinker.base_sampler(5)
     with monkeypatch.context() as patch:
         patch.setattr("retrain.engine.decoder.Drawer", None)  # a pass fails
-        body = {"sampling_session_id": sampler, "seq_id": 0, "prompt": datum()["model_input"]}
-        failed = await tinker.result(await tinker.post("asample", body))
+        failed = await tinker.result(await tinker.asample(sampler, 0))
         assert failed["category"] == "server"
     assert await tinker.score(sampler, 1) == pytest.approx(await tinker.logprobs(1), abs=1e-5)

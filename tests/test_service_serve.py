@@ -32,10 +32,8 @@ async def test_a_killed_service_comes_back_with_its_checkpoints(tmp_path):
             process.kill()
     assert process.wait() == -signal.SIGKILL
     async with in_process(tmp_path) as tinker:
-        session = (await tinker.post("create_session", {}))["session_id"]
-        body = {"session_id": session, "model_seq_id": 0, "path": path, "optimizer": True}
-        loaded = await tinker.result(await tinker.post("load_weights", body))
-        assert await tinker.logprobs(1, loaded["model_id"]) == expected
+        tinker.session_id = (await tinker.post("create_session", {}))["session_id"]
+        assert await tinker.logprobs(1, await tinker.loaded(path)) == expected
     assert not list(tmp_path.glob(".draft-*"))
 
 
