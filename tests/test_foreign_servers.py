@@ -6,7 +6,6 @@ import asyncio
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from string import printable
@@ -181,22 +180,16 @@ def test_advantages_are_multiplied_by_what_the_server_divides_by(
 # Over loopback
 
 
-@contextmanager
-def serving(folder: Path) -> Iterator[tuple[str, Service]]:
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Service]]:
     apps: list[ServiceApp] = []
 
     def keep(app: ServiceApp) -> ServiceApp:
         apps.append(app)
         return app
 
-    with on_a_port(folder, keep) as url:
+    with on_a_port(tmp_path_factory.mktemp("service"), keep) as url:
         yield url, apps[0].service
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Service]]:
-    with serving(tmp_path_factory.mktemp("service")) as found:
-        yield found
 
 
 def run(folder: Path, backend: str, url: str, loss: str, **options: Any) -> RunConfig:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+from contextlib import suppress
 
 import torch
 
@@ -45,6 +46,5 @@ def free_memory(device: torch.device) -> int | None:
 def give_back() -> None:
     """Give the memory of models that have ended back to the system."""
     gc.collect()  # a model is full of cycles
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
-    if trim is not None:
-        trim(0)
+    with suppress(AttributeError):  # only glibc has it
+        ctypes.CDLL(None).malloc_trim(0)

@@ -88,7 +88,7 @@ class CheckpointStore:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         self._epoch = time.time() - time.monotonic()
-        self._moving = threading.Lock()
+        self._moving = threading.RLock()
         """Held while a folder changes its place, and while files in it are opened."""
         self._lock: FolderLock | None = None
         self._reported: set[Path] = set()
@@ -150,7 +150,6 @@ class CheckpointStore:
             saved = replace(
                 saved,
                 size_bytes=sum(file.stat().st_size for file in draft.iterdir()),
-                optimizer=optimizer is not None,
                 created_at=self.now(),
             )
             (draft / _MANIFEST).write_text(json.dumps(asdict(saved)))
@@ -170,7 +169,12 @@ class CheckpointStore:
     def find(self, place: CheckpointPlace) -> Saved:
         """The manifest; raises ServiceError (404) if there is none or it has expired."""
         with self._moving:
-            return self._find(place)
+            saved = self._read(place)
+        if saved is None:
+            raise missing(f"checkpoint {place.kind}/{place.name} of {place.model_id}")
+        if self._expired(saved):
+            raise missing(f"checkpoint {place.kind}/{place.name} has expired and")
+        return saved
 
     def load(
         self, place: CheckpointPlace, *, optimizer: bool = False
@@ -199,7 +203,7 @@ class CheckpointStore:
         """Keep it for `seconds` from now; None keeps it until it is deleted."""
         expires = None if seconds is None else self.now() + seconds
         with self._draft() as draft, self._moving:
-            saved = replace(self._find(place), expires_at=expires)
+            saved = replace(self.find(place), expires_at=expires)
             (draft / _MANIFEST).write_text(json.dumps(asdict(saved)))
             sync(draft / _MANIFEST)
             (draft / _MANIFEST).replace(self._folder(place) / _MANIFEST)
@@ -218,14 +222,6 @@ class CheckpointStore:
             if self._expired(saved) or (unlisted and not saved.listed):
                 with suppress(OSError):
                     self._discard(saved.place, saved)
-
-    def _find(self, place: CheckpointPlace) -> Saved:
-        saved = self._read(place)
-        if saved is None:
-            raise missing(f"checkpoint {place.kind}/{place.name} of {place.model_id}")
-        if self._expired(saved):
-            raise missing(f"checkpoint {place.kind}/{place.name} has expired and")
-        return saved
 
     def _all(self, model_id: str | None) -> Iterator[Saved]:
         """All readable manifests, without those that are deleted while this runs."""

@@ -46,15 +46,11 @@ class EngineThread:
     def load(self) -> None:
         """Load the base model; raises ConfigError if it, or the device, is not available."""
         torch.set_num_threads(self._settings.threads)
-        device = _device(self._settings.device or choose_device())
+        device = self._settings.device or choose_device()
+        try:
+            torch.empty(1, device=device)
+        except (RuntimeError, AssertionError) as error:  # the latter in a build without CUDA
+            reason = str(error).splitlines()[0]
+            raise ConfigError(f"--device {device} is not available: {reason}; use cpu") from error
         self.folder = resolve_model(self._settings.model, Path())
         self.base = BaseModel(load_model(self.folder, device).requires_grad_(False))
-
-
-def _device(name: str) -> str:
-    try:
-        torch.empty(1, device=name)
-    except (RuntimeError, AssertionError) as error:  # the latter in a build without CUDA
-        reason = str(error).splitlines()[0]
-        raise ConfigError(f"--device {name} is not available: {reason}; use cpu") from error
-    return name

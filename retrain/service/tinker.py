@@ -17,6 +17,7 @@ from functools import partial
 
 from starlette.responses import JSONResponse, Response
 
+from retrain.errors import shown
 from retrain.service import tinker_wire as wire
 from retrain.service import training_fields
 from retrain.service.errors import ServiceError, invalid
@@ -112,7 +113,8 @@ class TinkerProtocol(ServiceProtocol):
     async def _create_model(self, call: ServiceCall) -> RequestJob:
         session = self._session(call)
         self._service.check_base(want(call.body, "base_model", str))
-        wire.check_optimizer(call.body)
+        if (kind := want(call.body, "optimizer_config", dict, {}).get("type", "adamw")) != "adamw":
+            raise invalid(f"optimizer {shown(kind)} is not supported, expected 'adamw'")
         tuning = training_fields.tuning(call.body, min_rank=0)
         return self.create_model(call, session, tuning, "CreateModel")
 

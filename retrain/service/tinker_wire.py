@@ -70,12 +70,6 @@ def path_of(place: CheckpointPlace) -> str:
     return SCHEME + "/".join(place)
 
 
-def check_optimizer(body: Json) -> None:
-    kind = want(body, "optimizer_config", dict, {}).get("type", "adamw")
-    if kind != "adamw":
-        raise invalid(f"optimizer {shown(kind)} is not supported, expected 'adamw'")
-
-
 def loss_config(loss: str, given: LossConfig) -> Mapping[str, float]:
     """The settings of a loss under our names."""
     known = {
