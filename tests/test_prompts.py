@@ -68,11 +68,6 @@ def test_a_row_is_a_text_or_a_mapping() -> None:
     assert source.row(0).metadata == {}
 
 
-def test_a_system_prompt_comes_first() -> None:
-    source = listed(["a"], system="be brief")
-    assert [m["role"] for m in source.row(0).messages] == ["system", "user"]
-
-
 def test_a_message_with_tool_calls_needs_no_content() -> None:
     call = {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}
     source = listed([{"messages": [{"role": "user", "content": "u"}, call]}])
@@ -216,10 +211,6 @@ def test_a_format_may_be_given(tmp_path: Path) -> None:
     assert len(read(str(path), format="txt")) == 2
     (tmp_path / "latin").write_bytes(b"one\ntw\xe9\n")
     assert "line 2" in refused(tmp_path / "latin", format="txt")
-
-
-def test_a_limit_takes_the_first_rows() -> None:
-    assert len(listed(["a", "b", "c"], limit=2)) == 2
 
 
 def test_a_data_set_that_cannot_be_loaded_says_why(tmp_path: Path) -> None:
