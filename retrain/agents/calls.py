@@ -18,7 +18,7 @@ import json
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from retrain.agents.histories import Histories, Key, Said, Texts, renamed
 from retrain.chat import Chat, Conversation
@@ -84,15 +84,11 @@ def fitted(
     return replace(params, **{**options, "max_tokens": min(wanted, room)})
 
 
-class SampleCall(Protocol):
-    """Samples `n` completions; the same `key` gets the same seed.
-
-    Raises CallError if the prompt leaves no room for a token, and what the sampler raises.
-    """
-
-    def __call__(
-        self, prompt_ids: list[int], n: int, key: str, options: Mapping[str, Any]
-    ) -> Coroutine[Any, Any, list[Completion]]: ...
+SampleCall = Callable[
+    [list[int], int, str, Mapping[str, Any]], Coroutine[Any, Any, list[Completion]]
+]
+"""Samples for a prompt `n` completions with options; the same key, a string, gets the same seed.
+Raises CallError if the prompt leaves no room for a token, and what the sampler raises."""
 
 
 class Calls:

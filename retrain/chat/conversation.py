@@ -276,18 +276,9 @@ class Conversation:
         said = self._completion
         if said is None:
             raise RuntimeError("there is no reply; call reply() before turn()")
+        asked, thoughts = self.prompt_ids, self._reasoning
         answer = None if self.answer == said.text else self.answer
-        return Turn(
-            self.prompt_ids,
-            said,
-            observation,
-            seat,
-            parent,
-            messages,
-            reward,
-            answer=answer,
-            reasoning=self._reasoning,
-        )
+        return Turn(asked, said, observation, seat, parent, messages, reward, answer, thoughts)
 
     def ended_by(self, completion: Completion) -> tuple[Turn, list[Message]]:
         """A last reply and the whole history with it; the conversation itself is unchanged."""
