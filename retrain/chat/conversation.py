@@ -213,7 +213,9 @@ class Conversation:
         tools, chat = self._opening.tools, self._chat
         self._completion = completion
         self._said = said = chat.tokens.text_of(completion, bool(tools))
-        self._reasoning, self.answer = chat.format.split(said, self._opener)
+        self._reasoning, self.answer = "", said
+        if self._opener or _MARKUP.search(said):
+            self._reasoning, self.answer = chat.format.split(said, self._opener)
         ids, stopped = completion.token_ids, completion.stop_reason
         if tools:
             first = self._calls if first_call is None else first_call

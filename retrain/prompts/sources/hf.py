@@ -72,14 +72,17 @@ def load_dataset(
         ) from None
     saved = next((folder for folder in places(path, base_dir) if folder.is_dir()), None)
     try:
-        written = ("dataset_info.json", "dataset_dict.json")  # by `save_to_disk`
-        if saved is None or not any((saved / name).exists() for name in written):
+        if saved is None or not _was_saved(saved):
             return datasets.load_dataset(str(saved or path), config, split=split, **keys)
         data = datasets.load_from_disk(str(saved))
         data = data[split] if isinstance(data, datasets.DatasetDict) else data
         return data.to_iterable_dataset() if keys.get("streaming") else data
     except Exception as error:
         raise PromptError(f"dataset {path} ({split}): {_why(error, saved)}") from error
+
+
+def _was_saved(folder: Path) -> bool:
+    return (folder / "dataset_info.json").exists() or (folder / "dataset_dict.json").exists()
 
 
 def _why(error: Exception, saved: Path | None) -> str:
