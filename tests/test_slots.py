@@ -312,7 +312,7 @@ async def test_an_instance_that_dies_between_two_groups_is_replaced() -> None:
     slot = slot_of(lambda: environment, Held, Held, Held, faults=faults)
     await slot.play(PROMPT)
     environment.group.start_soon(environment._crash)
-    [alive] = [i for i in slot._instances if i is not None and i.environment is environment]
+    [alive] = [i for i in slot._instances.values() if i.environment is environment]
     async with asyncio.timeout(30):
         while alive.error is None:  # noqa: ASYNC110 - nothing tells when
             await asyncio.sleep(0)

@@ -135,7 +135,7 @@ async def _reset(episodes: Sequence[Episode]) -> None:
     own = [episode for episode in episodes if "reset" in episode.instance.overridden]
     for episode in episodes:
         if "reset" not in episode.instance.overridden:
-            episode.show()
+            await episode.reset()
     await _at_once([episode.reset() for episode in own])
 
 

@@ -18,6 +18,7 @@ import pickle
 import resource
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, BinaryIO
 
@@ -55,20 +56,16 @@ def main() -> None:
             asyncio.run(serving.on_a_loop())
 
 
+@dataclass
 class _Serving:
     """The requests of the run, answered."""
 
-    def __init__(
-        self,
-        owner: str,
-        name: str,
-        calculator: RewardCalculator,
-        requests: BinaryIO,
-        answers: int,
-        unpickle: Callable[[bytes], Any],
-    ) -> None:
-        self.owner, self.name, self.calculator = owner, name, calculator
-        self.requests, self.answers, self.unpickle = requests, answers, unpickle
+    owner: str
+    name: str
+    calculator: RewardCalculator
+    requests: BinaryIO
+    answers: int
+    unpickle: Callable[[bytes], Any]
 
     def plainly(self) -> None:
         """Call a plain function in this thread."""
