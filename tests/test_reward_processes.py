@@ -196,15 +196,9 @@ async def test_a_worker_that_dies_costs_one_rollout(folder, monkeypatch, name, t
             f" took longer than deadlines.reward = 1.0 s at faults.py:15; {KILLED}",
         ),
         "raise": ("infra_error", " raised SystemExit: no (faults.py:17)"),
-        "none": (
-            "infra_error",
-            f" returned None, expected a finite number. {EXCLUDE}",
-        ),
+        "none": ("infra_error", f" returned None, expected a finite number. {EXCLUDE}"),
         "fork": ("infra_error", ": its worker process ended with exit code 0"),
-        "down": (
-            "infra_error",
-            " raised ConnectionRefusedError: the judge is down (faults.py:19)",
-        ),
+        "down": ("infra_error", " raised ConnectionRefusedError: the judge is down (faults.py:19)"),
     }
     assert errors == {text: expected[text] for text in texts}
     assert [t.outage for t in group.trajectories] == [x == "down" for x in texts]

@@ -16,14 +16,7 @@ from retrain.config import DeadlinesConfig
 from retrain.errors import PluginError, RunError
 from retrain.observe.run_dir import read_events
 from retrain.pipeline import train
-from retrain.scoring import (
-    FunctionReward,
-    Reward,
-    RewardCalculator,
-    Scorer,
-    WeightedReward,
-    reward,
-)
+from retrain.scoring import FunctionReward, Reward, RewardCalculator, Scorer, WeightedReward, reward
 from retrain.supervision import boundary
 from retrain.types import Completion, Group, Prompt, Trajectory, Turn
 
@@ -382,8 +375,7 @@ async def test_no_unknown_outcome_or_component_enters_the_records(verdict, messa
 
 
 @pytest.mark.parametrize(
-    "needs_main",
-    [lambda: signal.signal(signal.SIGALRM, signal.SIG_DFL), asyncio.get_event_loop],
+    "needs_main", [lambda: signal.signal(signal.SIGALRM, signal.SIG_DFL), asyncio.get_event_loop]
 )
 async def test_a_plain_function_that_needs_the_main_thread_is_advised(needs_main):
     def judge(completion):

@@ -82,24 +82,6 @@ def test_p4_a_run_in_which_nothing_moves_ends_and_says_what_it_waits_for(tmp_pat
     assert "Env.step (main.py:11)" in stderr
 
 
-def test_p4_an_environment_that_ignores_its_cancellation_cant_keep_the_process(tmp_path):
-    stubborn = """
-        while True:
-            try:
-                await asyncio.Event().wait()
-            except asyncio.CancelledError:
-                pass"""
-    code, stderr = play(tmp_path, step=stubborn, stall=0.5, close=0.3, checkpoint=0.3)
-    assert code == 1
-    assert "shutdown timed out after" in stderr
-    assert "Env.step (main.py:" in stderr
-
-
-def test_a_healthy_run_is_left_alone(tmp_path):
-    code, stderr = play(tmp_path, stall=20, blocked=5)
-    assert (code, stderr) == (0, "")
-
-
 def test_user_code_that_blocks_the_loop_for_a_while_is_a_fault_that_names_it(tmp_path):
     once = """
         if not hasattr(Env, "slept"):

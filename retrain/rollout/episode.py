@@ -120,10 +120,6 @@ class Episode:
         except UserCodeError as error:
             self.fail(error)
 
-    def opens_like(self, other: Episode) -> bool:
-        """Whether another one has the same opening messages and tools."""
-        return self.opening == other.opening and self.tools == other.tools
-
     def begin(self, same: Conversation | None) -> None:
         """Tokenise the opening messages, unless they are the `same` as another rollout's."""
         if same is not None:

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from itertools import repeat
@@ -260,7 +260,8 @@ class Scorer:
         self, part: WeightedReward, trajectories: Sequence[Trajectory]
     ) -> Sequence[Any]:  # any: what user code returned, or an exception; `checked` judges
         """One verdict per trajectory. The deadline starts once the bound admits the group."""
-        calculator = part.calculator
+        calculator, owner = part.calculator, f"reward '{part.name}'"
+        at_once = partial(outcomes, owner, seconds=self.deadlines.reward, key="reward")
         async with self._bounds[part.name]:
             if isinstance(calculator, ProcessReward):
                 return await calculator.verdicts(trajectories)
@@ -268,19 +269,13 @@ class Scorer:
                 return await self._in_threads(part, calculator, trajectories)
             if compares(calculator):
                 compare = partial(group_verdicts, calculator)
-                [verdicts] = await self._in_tasks(part, compare, [trajectories])
-                failed = isinstance(verdicts, UserCodeError)
-                return [verdicts] * len(trajectories) if failed else verdicts
+                [verdicts] = await at_once(compare, [trajectories])
+                if isinstance(verdicts, UserCodeError):
+                    return [verdicts] * len(trajectories)
+                return verdicts
             # an async function needs no `calculate` around it
             call = calculator.call if type(calculator) is FunctionReward else calculator.calculate
-            return await self._in_tasks(part, call, trajectories)
-
-    async def _in_tasks(
-        self, part: WeightedReward, call: Callable[[Any], Awaitable[Any]], given: Sequence[Any]
-    ) -> list[Any]:
-        """A call with each of `given`, all at once; a failed or late one affects only itself."""
-        owner, seconds = f"reward '{part.name}'", self.deadlines.reward
-        return await outcomes(owner, call, given, seconds, "reward")
+            return await at_once(call, trajectories)
 
     async def _in_threads(
         self, part: WeightedReward, calculator: FunctionReward, trajectories: Sequence[Trajectory]
