@@ -17,47 +17,27 @@ from tests.faults_kit import Odd, Panic, failure_of
 from tests.pipe_kit import events, kept_adapter, parts_with, rollouts_of, slot_share
 
 
-class Breaks(Environment):
-    """Raises in the method that is named."""
-
-    def __init__(self, where: str, always: bool = True):
-        self.where, self.always = where, always
-
-    async def _maybe(self, where):
-        if where == self.where and (self.always or self.prompt.text == "a="):
-            raise RuntimeError(f"broken {where}")
-
-    async def setup(self):
-        if self.where == "setup":
-            raise RuntimeError("broken setup")
-
-    async def reset(self, prompt):
-        await self._maybe("reset")
-        return prompt.messages
-
-    async def step(self, action):
-        await self._maybe("step")
-        return StepResult([], 0.0, True, False, {})
-
-    async def close(self):
-        if self.where == "close":
-            raise RuntimeError("broken close")
-
-
 @pytest.mark.parametrize("where", ["setup", "reset", "step"])
 async def test_when_every_rollout_fails_the_run_ends_with_the_first_cause(tmp_path, where):
-    config = mock_config(tmp_path, environment={"type": "tests.test_faults:Breaks", "where": where})
-    with pytest.raises(
-        NoSignalError, match=rf"16 groups in a row.*Breaks\.{where} raised RuntimeError: broken"
-    ):
+    config = mock_config(tmp_path, environment={"type": "tests.faults_kit:Odd", "where": where})
+    with pytest.raises(NoSignalError, match=rf"16 groups in a row.*Odd\.{where} raised Panic: bro"):
         await train(config)
     assert not events(tmp_path, "update")
+
+
+class Breaks(Environment):
+    """Raises for one prompt."""
+
+    async def step(self, action):
+        if self.prompt.text == "a=":
+            raise RuntimeError("broken step")
+        return StepResult([], 0.0, True, False, {})
 
 
 async def test_p5_a_fault_in_one_prompts_rollouts_touches_only_its_group(tmp_path):
     config = mock_config(
         tmp_path,
-        environment={"type": "tests.test_faults:Breaks", "where": "step", "always": False},
+        environment={"type": "tests.test_faults:Breaks"},
         train={"total_train_steps": 6},
     )
     result = await train(config)
@@ -68,13 +48,11 @@ async def test_p5_a_fault_in_one_prompts_rollouts_touches_only_its_group(tmp_pat
 
 
 async def test_an_environment_that_cant_close_doesnt_fail_the_run(tmp_path):
-    config = mock_config(
-        tmp_path, environment={"type": "tests.test_faults:Breaks", "where": "close"}
-    )
+    config = mock_config(tmp_path, environment={"type": "tests.faults_kit:Odd", "where": "close"})
     assert (await train(config)).status == "completed"
     faults = events(tmp_path, "fault")
     assert len(faults) == 8 * 4, "each instance's failure is an event"
-    assert "Breaks.close raised RuntimeError" in faults[0]["error"]
+    assert "Odd.close raised Panic" in faults[0]["error"]
 
 
 class Flaky(RewardCalculator):
@@ -185,9 +163,8 @@ async def test_an_adapter_that_fails_ends_the_run(tmp_path, way, error, message)
 @pytest.mark.parametrize("where", ["setup", "reset", "step", "close"])
 async def test_p5_whatever_an_environment_raises_is_its_own_rollouts_matter(tmp_path, where, error):
     Odd.calls = 0
-    config = mock_config(
-        tmp_path, environment={"type": "tests.faults_kit:Odd", "where": where, "error": error}
-    )
+    environment = {"type": "tests.faults_kit:Odd", "where": where, "error": error, "every": 6}
+    config = mock_config(tmp_path, environment=environment)
     async with asyncio.timeout(30):
         result = await train(config)
     assert (result.status, result.total_steps) == ("completed", 4)
