@@ -66,9 +66,10 @@ class Composition:
         self.rewards = tuple(term for term in named if isinstance(term, WeightedReward))
         self.combined = tuple(term for term in named if isinstance(term, Combined))
         self._by_name = {term.name: term for term in named}
-        self._gates = {term.name: gates for _, term, gates in _walk(terms)}
+        self.gates = {term.name: gates for _, term, gates in _walk(terms)}
+        """Those of each entry, with the gates of the entries that contain it."""
         self._check_order()
-        self.ordered = any(self._gates[r.name] or r.calculator.after for r in self.rewards)
+        self.ordered = any(self.gates[r.name] or r.calculator.after for r in self.rewards)
         """Whether some reward waits for others, or is not called for every rollout."""
         self.scheduled = any(isinstance(term.weight, ScheduleConfig) for term in named)
         self.weights = _plain_weights(self.terms)
@@ -80,21 +81,17 @@ class Composition:
         """Those of all entries."""
         return tuple(self._by_name)
 
-    def is_gated(self, name: str) -> bool:
-        """Whether this reward is not called for every rollout."""
-        return bool(self._gates[name])
-
     def needs(self, name: str) -> set[str]:
         """The rewards that are calculated before this one: those of its gates, and `after`."""
         term = self._by_name[name]
         after = term.calculator.after if isinstance(term, WeightedReward) else ()
-        gates = [gate.name for gate in self._gates[name]]
+        gates = [gate.name for gate in self.gates[name]]
         needed = [self._by_name[one] for one in (*gates, *after)]
         return {term.name for _, term, _ in _walk(needed) if isinstance(term, WeightedReward)}
 
     def admits(self, name: str, values: Values, step: int) -> bool:
         """Whether the gates of an entry, and of those that contain it, are open."""
-        for gate in self._gates[name]:
+        for gate in self.gates[name]:
             value = self.value(self._by_name[gate.name], values, step)
             if value is None or not (
                 value > 0 if gate.at_least is None else value >= gate.at_least
@@ -158,7 +155,7 @@ class Composition:
                     f"rewards: '{reward.name}' reads the reward '{unknown[0]}', expected one of "
                     f"{others}"
                 )
-        for name, gates in self._gates.items():
+        for name, gates in self.gates.items():
             for gate in gates:
                 if gate.name not in self._by_name:
                     others = ", ".join(other for other in self._by_name if other != name)

@@ -88,7 +88,12 @@ class Scorer:
         with every `setup` that fails.
         """
         self._fault = fault
-        tenures = self._tenures()
+        own = [p for p in self.rewards if overrides(p.calculator, "setup", "close")]
+        tenures: list[Tenure] = []
+        if own:
+            from retrain.scoring.tenure import Tenure
+
+            tenures = [Tenure(p.name, p.calculator, self.deadlines, fault) for p in own]
         try:
             begun = await together([tenure.begin() for tenure in tenures])
             if errors := [error for error in begun if error is not None]:
@@ -97,15 +102,6 @@ class Scorer:
         finally:
             await together([tenure.end() for tenure in tenures])
             self._pool.close()
-
-    def _tenures(self) -> list[Tenure]:
-        """Those of the rewards that have a `setup` or `close` of their own."""
-        own = [p for p in self.rewards if overrides(p.calculator, "setup", "close")]
-        if not own:
-            return []
-        from retrain.scoring.tenure import Tenure
-
-        return [Tenure(p.name, p.calculator, self.deadlines, self._fault) for p in own]
 
     async def score(self, group: Group) -> None:
         """Set `rewards` and `reward` of the rollouts that are `ok`, or their new outcome.
@@ -158,7 +154,7 @@ class Scorer:
                 await done[name].wait()
             admits = [self.composition.admits(part.name, values, step) for values in known]
             training = trajectories[0].prompt.ticket.epoch >= 0
-            if training and self.composition.is_gated(part.name):
+            if training and self.composition.gates[part.name]:
                 self._gates.setdefault(part.name, []).extend(admits)
             for trajectory, values in zip(trajectories, known, strict=True):
                 trajectory.rewards |= {n: values[n] for n in part.calculator.after if n in values}
