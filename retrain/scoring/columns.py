@@ -111,12 +111,10 @@ class ColumnReward(RewardCalculator):
         given.update(self.bound)
         components: dict[str, Any] = {}
         given |= {
-            "prompts": [t.prompt.text if form == "text" else [*t.prompt.messages] for t in group],
+            "prompts": [_prompt(trajectory.prompt, form) for trajectory in group],
             "completions": [_completion(trajectory, form) for trajectory in group],
             "completion_ids": [_completion_ids(trajectory) for trajectory in group],
-            "trainer_state": SimpleNamespace(
-                global_step=max(0, *(v for t in group for v in t.versions))
-            ),
+            "trainer_state": SimpleNamespace(global_step=max(0, *map(_version, group))),
             "log_extra": partial(_log_extra, group),
             "log_metric": components.__setitem__,
         }
@@ -163,6 +161,10 @@ def _columns(row: Row | Prompt) -> dict[str, Any]:
     return answer | {k: value for k, value in row.metadata.items() if k not in reserved}
 
 
+def _prompt(prompt: Prompt, form: Form) -> str | list[Message]:
+    return prompt.text if form == "text" else list(prompt.messages)
+
+
 def _completion(trajectory: Trajectory, form: Form) -> str | list[Message]:
     """The text of the last turn, or the messages of all turns, with the reasoning."""
     turns = trajectory.turns
@@ -187,6 +189,10 @@ def _completion_ids(trajectory: Trajectory) -> list[int]:
         return []
     first, last = trajectory.turns[0], trajectory.turns[-1]
     return [*last.prompt_ids, *last.completion.token_ids][len(first.prompt_ids) :]
+
+
+def _version(trajectory: Trajectory) -> int:
+    return max(trajectory.versions, default=0)
 
 
 def _log_extra(group: Sequence[Trajectory], column: str, values: Sequence[Any]) -> None:

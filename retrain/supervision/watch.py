@@ -149,8 +149,7 @@ class Watch:
 
     def _judge(self, now: float) -> None:
         blocked = self._asked and now - self._answered > self._blocked
-        late, quiet = now > self._ends_by, now - self._moved > self._stall
-        still = quiet and self._ends_by == math.inf and not self._waiting
+        late, still = now > self._ends_by, self._is_still(now)
         if (blocked or still or late) and debugging():
             self._excuse(now - min(self._moved, self._answered))
         elif blocked:
@@ -170,6 +169,10 @@ class Watch:
                 f"waiting: {describe(self._loop)}"
             )
             self._loop.call_soon_threadsafe(self._fail, error)
+
+    def _is_still(self, now: float) -> bool:
+        ending = self._ends_by < math.inf
+        return now - self._moved > self._stall and not ending and not self._waiting
 
     def _excuse(self, seconds: float) -> None:
         """Don't count these last seconds."""
