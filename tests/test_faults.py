@@ -47,14 +47,6 @@ async def test_p5_a_fault_in_one_prompts_rollouts_touches_only_its_group(tmp_pat
     assert sum(row["groups/trained"] for row in result.history) == 24
 
 
-async def test_an_environment_that_cant_close_doesnt_fail_the_run(tmp_path):
-    config = mock_config(tmp_path, environment={"type": "tests.faults_kit:Odd", "where": "close"})
-    assert (await train(config)).status == "completed"
-    faults = events(tmp_path, "fault")
-    assert len(faults) == 8 * 4, "each instance's failure is an event"
-    assert "Odd.close raised Panic" in faults[0]["error"]
-
-
 class Flaky(RewardCalculator):
     """Fails for the third rollout of each group, in the way that is named."""
 
@@ -103,25 +95,6 @@ async def test_p6_a_reward_that_fails_is_masked_and_counted_never_trained_as_0(
     failed = [r for r in rollouts_of(tmp_path) if r["outcome"] != "ok"]
     assert {r["outcome"] for r in failed} == {outcome}
     assert all(message in r["error"] and r["reward"] is None for r in failed)
-
-
-class Sleeps(Environment):
-    """Never answers."""
-
-    async def step(self, action):
-        await asyncio.Event().wait()
-
-
-async def test_user_code_past_its_deadline_is_the_outcome_timeout(tmp_path):
-    config = mock_config(
-        tmp_path,
-        environment={"type": "tests.test_faults:Sleeps"},
-        deadlines={"step": 0.02},
-        train={"max_failed_groups": 4},
-    )
-    with pytest.raises(NoSignalError, match=r"Sleeps\.step .*deadlines"):
-        await train(config)
-    assert {r["outcome"] for r in rollouts_of(tmp_path)} == {"timeout"}
 
 
 class Failing(MockAdapter):

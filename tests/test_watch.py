@@ -375,17 +375,6 @@ async def test_a_child_that_ignores_its_end_is_killed_with_its_own_children():
     assert await willing.end() == -signal.SIGTERM
 
 
-def test_a_watcher_that_was_killed_is_replaced(tmp_path):
-    with leash.watch(60.0, tmp_path / "error.txt"):
-        first = leash._process
-        first.kill()
-        first.wait()
-        leash.beat()
-        assert leash._process.pid != first.pid
-        assert leash._process.poll() is None
-    assert not (tmp_path / "error.txt").exists()
-
-
 FIRST = """
 import os, signal, sys
 os.getpid = lambda: 1
