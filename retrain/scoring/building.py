@@ -15,13 +15,7 @@ from retrain.config.problems import keys_of
 from retrain.errors import ConfigError, PluginError
 from retrain.scoring.base import NAMES, FunctionReward, RewardCalculator, is_async
 from retrain.scoring.columns import ColumnReward, called_by_column
-from retrain.scoring.composition import (
-    ENVIRONMENT,
-    Combination,
-    Combined,
-    Term,
-    WeightedReward,
-)
+from retrain.scoring.composition import ENVIRONMENT, Combination, Combined, Term, WeightedReward
 from retrain.scoring.processes import ProcessReward
 
 REWARD = Kind("reward", RewardCalculator, accepts=callable)
@@ -109,11 +103,7 @@ def _undecorated(
     scores = any(name in NAMES or p.kind is p.VAR_KEYWORD for name, p in names.items())
     if not scores and not is_async(function):
         keys = bind(
-            function,
-            section.arguments,
-            where,
-            provided=NAMES,
-            beside=RewardConfig.model_fields,
+            function, section.arguments, where, provided=NAMES, beside=RewardConfig.model_fields
         )
         made = construct(where, partial(function, **keys))
         if isinstance(made, RewardCalculator):

@@ -22,13 +22,7 @@ from retrain.algorithms.functional import LARGEST
 from retrain.config import DeadlinesConfig
 from retrain.errors import BudgetError, RunError, UserCodeError, first_of, shown
 from retrain.scoring.base import FunctionReward, Reward
-from retrain.scoring.calls import (
-    attempted_in_thread,
-    compares,
-    group_verdicts,
-    overrides,
-    together,
-)
+from retrain.scoring.calls import attempted_in_thread, compares, group_verdicts, overrides, together
 from retrain.scoring.composition import ENVIRONMENT, Composition, Term, WeightedReward, added
 from retrain.scoring.processes import ProcessReward
 from retrain.scoring.verdicts import check_parts, checked, fail
