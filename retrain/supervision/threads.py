@@ -14,8 +14,6 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 Job = tuple[Callable[[], Any], asyncio.AbstractEventLoop, "asyncio.Future[Any]"]
-Jobs = queue.SimpleQueue[Job | None]
-"""Those of one thread, which ends at None."""
 
 
 class DaemonPool:
@@ -27,9 +25,11 @@ class DaemonPool:
     def __init__(self, size: int, name: str = "retrain-user-code") -> None:
         self._free = asyncio.Semaphore(size)
         self._name = name
-        self._idle: list[Jobs] = []
-        """Of the threads that wait for a job."""
-        self._closed = False
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        """Of all threads, so that calls begin in their order, whichever thread wakes first."""
+        self._threads = 0
+        self._idle = 0
+        self._abandoned = 0
 
     async def run(self, call: Callable[[], T], seconds: float | None = None) -> T:
         """Run `call()` in a thread. Cancelling the await abandons the thread.
@@ -39,23 +39,27 @@ class DaemonPool:
         async with self._free, asyncio.timeout(seconds):
             loop = asyncio.get_running_loop()
             future: asyncio.Future[T] = loop.create_future()
-            jobs = self._idle.pop() if self._idle else self._start()
-            jobs.put((call, loop, future))
-            return await future
+            if self._idle:
+                self._idle -= 1
+            else:
+                threading.Thread(target=self._work, name=self._name, daemon=True).start()
+                self._threads += 1
+            self._jobs.put((call, loop, future))
+            try:
+                return await future
+            except asyncio.CancelledError:
+                if future.cancelled():  # the thread ends with its call
+                    self._threads -= 1
+                    self._abandoned += 1
+                raise
 
     def close(self) -> None:
-        """End the threads; those that still work end with their call."""
-        self._closed = True
-        while self._idle:
-            self._idle.pop().put(None)
+        """End the idle threads."""
+        for _ in range(self._threads + self._abandoned):
+            self._jobs.put(None)
 
-    def _start(self) -> Jobs:
-        jobs: Jobs = queue.SimpleQueue()
-        threading.Thread(target=self._work, args=(jobs,), name=self._name, daemon=True).start()
-        return jobs
-
-    def _work(self, jobs: Jobs) -> None:
-        while (job := jobs.get()) is not None:
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
             call, loop, future = job
             try:
                 outcome: Any = call()
@@ -63,20 +67,19 @@ class DaemonPool:
             except BaseException as raised:  # noqa: BLE001 - raised in the waiting task
                 outcome, error = None, raised
             try:
-                loop.call_soon_threadsafe(self._deliver, jobs, future, outcome, error)
+                loop.call_soon_threadsafe(self._deliver, future, outcome, error)
             except RuntimeError:  # the loop is closed: nothing waits for the result
                 return
             del job, call, future, outcome, error
 
     def _deliver(
-        self, jobs: Jobs, future: asyncio.Future[Any], outcome: Any, error: BaseException | None
+        self, future: asyncio.Future[Any], outcome: Any, error: BaseException | None
     ) -> None:
-        if self._closed or future.cancelled():  # an abandoned thread ends with its call
-            jobs.put(None)
-        else:
-            self._idle.append(jobs)
         if future.cancelled():
+            self._abandoned -= 1
+            self._jobs.put(None)
             return
+        self._idle += 1
         if error is None:
             future.set_result(outcome)
         else:
