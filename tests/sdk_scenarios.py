@@ -78,6 +78,14 @@ def service(url, clients):
     return clients(url)
 
 
+@pytest.fixture
+def sdk(url):
+    """Tinker's."""
+    made = tinker.ServiceClient(base_url=url, api_key=KEY)
+    yield made
+    made.close("success").result()
+
+
 def inputs(loss: str, logprobs: list[float]) -> dict[str, Any]:
     if loss == "cross_entropy":
         return {"target_tokens": TARGETS, "weights": [0.0, 1.0, 1.0, 1.0, 1.0]}
@@ -103,9 +111,8 @@ def shrank(losses: list[float]) -> bool:
 
 
 @pytest.mark.parametrize("loss", ["cross_entropy", "importance_sampling", "ppo", "cispo"])
-def test_tinker_trains(url, loss):
-    service = tinker.ServiceClient(base_url=url, api_key=KEY)
-    model = service.create_lora_training_client("tiny", rank=8, seed=3).result()
+def test_tinker_trains(sdk, loss):
+    model = sdk.create_lora_training_client("tiny", rank=8, seed=3).result()
 
     def logprobs() -> list[float]:
         out = model.forward([tinker_datum("cross_entropy", [])], "cross_entropy").result()
@@ -119,7 +126,6 @@ def test_tinker_trains(url, loss):
         assert stepped.result().metrics["grad_norm"] > 0
     credit = inputs(loss, old).get("advantages") or inputs(loss, old)["weights"]
     assert weighted(logprobs(), credit) > weighted(old, credit)
-    service.close("success").result()
 
 
 def weighted(logprobs: list[float], credit: list[float]) -> float:
@@ -127,9 +133,8 @@ def weighted(logprobs: list[float], credit: list[float]) -> float:
 
 
 @SAMPLERS
-def test_tinker_samples_saves_and_loads(url):
-    service = tinker.ServiceClient(base_url=url, api_key=KEY)
-    model = service.create_lora_training_client("tiny", rank=8).result()
+def test_tinker_samples_saves_and_loads(sdk):
+    model = sdk.create_lora_training_client("tiny", rank=8).result()
     assert model.get_info().model_data.model_name == "tiny"
     data = [tinker_datum("cross_entropy", [])]
     model.forward_backward(data, "cross_entropy").result()
@@ -144,11 +149,9 @@ def test_tinker_samples_saves_and_loads(url):
     assert scored[1:] == pytest.approx(list(trained), abs=1e-5)
 
     path = model.save_state("kept").result().path
-    again = service.create_training_client_from_state_with_optimizer(path).result()
+    again = sdk.create_training_client_from_state_with_optimizer(path).result()
     named = model.save_weights_for_sampler("named").result().path
-    kept, exported = (
-        service.create_sampling_client(model_path=one).result() for one in (path, named)
-    )
+    kept, exported = (sdk.create_sampling_client(model_path=one).result() for one in (path, named))
     scores = [
         one.compute_logprobs(tinker.ModelInput.from_ints(TOKENS)).result()
         for one in (kept, exported)
@@ -159,12 +162,10 @@ def test_tinker_samples_saves_and_loads(url):
         one.optim_step(tinker.AdamParams(learning_rate=5e-3)).result()
     both = [one.forward(data, "cross_entropy").result().metrics for one in (model, again)]
     assert both[0] == both[1]
-    service.close("success").result()
 
 
-async def test_tinker_works_by_await(url):
-    service = tinker.ServiceClient(base_url=url, api_key=KEY)
-    model = await service.create_lora_training_client("tiny", rank=8)
+async def test_tinker_works_by_await(sdk):
+    model = await sdk.create_lora_training_client("tiny", rank=8)
     passed = await model.forward_backward_async(
         [tinker_datum("cross_entropy", [])], "cross_entropy"
     )
@@ -176,22 +177,14 @@ async def test_tinker_works_by_await(url):
     prompt = tinker.ModelInput.from_ints(TOKENS[:2])
     drawn = await sampler.sample_async(prompt=prompt, num_samples=2, sampling_params=params)
     assert len(drawn.sequences) == 2
-    service.close("success").result()
 
 
-def test_tinker_hears_why_a_request_is_refused(url):
-    service = tinker.ServiceClient(base_url=url, api_key=KEY)
-    model = service.create_lora_training_client("tiny", rank=8).result()
+def test_tinker_hears_why_a_call_is_rejected_and_goes_on(sdk):
+    model = sdk.create_lora_training_client("tiny", rank=8).result()
     with pytest.raises(tinker.TinkerError, match="no gradient to apply"):
         model.optim_step(tinker.AdamParams()).result()
     with pytest.raises(tinker.TinkerError, match="lacks"):
         model.forward_backward([tinker_datum("cross_entropy", [])], "ppo").result()
-    service.close("success").result()
-
-
-def test_tinker_goes_on_after_a_rejected_call(url):
-    service = tinker.ServiceClient(base_url=url, api_key=KEY)
-    model = service.create_lora_training_client("tiny", rank=8).result()
     prompt = tinker.ModelInput.from_ints([*TOKENS[:-2], 100_000])
     outside = tinker.Datum(model_input=prompt, loss_fn_inputs=inputs("cross_entropy", []))
     with pytest.raises(tinker.TinkerError, match="got token 100000"):
@@ -202,15 +195,13 @@ def test_tinker_goes_on_after_a_rejected_call(url):
     passed = model.forward_backward(good, "cross_entropy").result(timeout=20)
     assert passed.metrics["tokens:sum"] == 5
     assert model.optim_step(tinker.AdamParams()).result(timeout=20).metrics["grad_norm"] > 0
-    service.close("success").result()
 
 
 @SAMPLERS
-def test_tinker_distils_the_likeliest_tokens_of_a_teacher(url):
+def test_tinker_distils_the_likeliest_tokens_of_a_teacher(sdk):
     """As tinker_cookbook's train_off_policy does: top-k of the prompt to (N, K) targets."""
-    service = tinker.ServiceClient(base_url=url, api_key=KEY)
-    model = service.create_lora_training_client("tiny", rank=8).result()
-    teacher = service.create_sampling_client(base_model="tiny")
+    model = sdk.create_lora_training_client("tiny", rank=8).result()
+    teacher = sdk.create_sampling_client(base_model="tiny")
     prompt, one = tinker.ModelInput.from_ints(TOKENS), tinker.SamplingParams(max_tokens=1)
     wanted = torch.full((5, 2), -1)
     wanted[2] = torch.tensor([70, TARGETS[2]])
@@ -244,13 +235,11 @@ def test_tinker_distils_the_likeliest_tokens_of_a_teacher(url):
     assert scored.shape == (5, 2)
     assert scored[2, 1].item() == pytest.approx(others[2].item(), abs=1e-4)
     assert not scored[[0, 1, 3, 4]].any()
-    service.close("success").result()
 
 
 @SAMPLERS
-def test_tinker_samples_past_the_end_with_the_likeliest_tokens(url):
-    service = tinker.ServiceClient(base_url=url, api_key=KEY)
-    sampler = service.create_sampling_client(base_model="tiny")
+def test_tinker_samples_past_the_end_with_the_likeliest_tokens(sdk):
+    sampler = sdk.create_sampling_client(base_model="tiny")
     drawn = sampler.sample(
         prompt=tinker.ModelInput.from_ints(TOKENS[:2]),
         num_samples=4,
@@ -262,15 +251,13 @@ def test_tinker_samples_past_the_end_with_the_likeliest_tokens(url):
         assert [top[0] for top in one.topk_logprobs] == list(
             zip(one.tokens, one.logprobs, strict=True)
         )
-    recording = service.create_sampling_client(base_model="tiny", record_stability_info=True)
+    recording = sdk.create_sampling_client(base_model="tiny", record_stability_info=True)
     with pytest.raises(tinker.TinkerError, match="record_stability_info"):
         recording.compute_logprobs(tinker.ModelInput.from_ints(TOKENS)).result()
-    service.close("success").result()
 
 
-def test_tinker_trains_with_gspo_and_ignores_provenance(url):
-    service = tinker.ServiceClient(base_url=url, api_key=KEY)
-    model = service.create_lora_training_client("tiny", rank=8).result()
+def test_tinker_trains_with_gspo_and_ignores_provenance(sdk):
+    model = sdk.create_lora_training_client("tiny", rank=8).result()
     out = model.forward([tinker_datum("cross_entropy", [])], "cross_entropy").result()
     lp = out.loss_fn_outputs[0]["logprobs"].to_torch()
     old = lp - torch.tensor([0.5, 0.1, -0.2, 0.3, 0.0])
@@ -282,7 +269,6 @@ def test_tinker_trains_with_gspo_and_ignores_provenance(url):
     ratio = (lp - old)[1:].mean().exp()  # 1.051
     wanted = -(ratio * torch.tensor(given["advantages"])).sum()
     assert passed.metrics["loss:sum"] == pytest.approx(wanted.item(), rel=1e-4)
-    service.close("success").result()
 
 
 @SAMPLERS

@@ -102,8 +102,7 @@ class Continued:
 class Engine:
     """The model, its adapters, and the requests in flight.
 
-    `ignored` are tensors that a reload leaves as they were, and `stale_head` makes each reload
-    forget the head: both are faults that a server doesn't report.
+    With `stale_head`, each reload forgets the head: a fault that a server doesn't report.
     """
 
     def __init__(self, folder: Path, dtype: torch.dtype, context: int, max_rows: int) -> None:
@@ -116,9 +115,8 @@ class Engine:
                 self._origin.lm_head.weight.clone(), requires_grad=False
             )
         self.vocabulary: int = self._origin.config.vocab_size
-        self.ignored: set[str] = set()
+        self.stale_head = False
         self.slow = 0.0
-        self.deaths = 0
         self._changed, self._drained = asyncio.Event(), asyncio.Event()
         self.restart()
 
@@ -268,7 +266,6 @@ class Engine:
     def fail(self) -> None:
         """The worker is dead: every request gets an error, now and later."""
         self.dead = True
-        self.deaths += 1
         for job in self._drop():
             if not job.done.done():
                 job.done.set_exception(EngineDead())
@@ -343,7 +340,7 @@ class Engine:
         """Missing tensors stay as they were."""
         targets = self.base.state_dict()
         for name, tensor in weights.items():
-            if name in self.ignored:
+            if name == HEAD and self.stale_head:
                 continue
             if name not in targets:
                 raise ValueError(f"There is no module or parameter named {name!r}")
@@ -351,7 +348,7 @@ class Engine:
         self._adapt()
 
     def _repack(self) -> None:
-        if self.tied and HEAD not in self.ignored:
+        if self.tied and not self.stale_head:
             self.base.lm_head.weight.copy_(self.base.model.embed_tokens.weight)
             self._adapt()
 

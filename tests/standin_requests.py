@@ -179,10 +179,8 @@ class Faults:
     """Seconds after each decoded token."""
     fail_reload: int = 0
     """So many reloads fail; the next generate request ends the server."""
-    ignore: list[str] = field(default_factory=list)
-    """Tensors that a change of weights leaves as they were."""
     stale_head: bool = False
-    """The same for the head."""
+    """A change of weights leaves the head as it was."""
 
 
 def counted(left: dict[str, int], path: str) -> bool:
@@ -208,7 +206,6 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--dtype", default="auto")
     made.add_argument("--max-model-len", type=int)
     made.add_argument("--max-num-seqs", type=int, default=256)
-    made.add_argument("--tensor-parallel-size", type=int, default=1)
     made.add_argument("--logprobs-mode", default="raw_logprobs")
     made.add_argument("--max-logprobs", type=int, default=20)
     made.add_argument("--enable-scale-out", action="store_true")
@@ -217,5 +214,4 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--max-cpu-loras", type=int)
     made.add_argument("--max-lora-rank", type=int, default=16)
     made.add_argument("--worker-extension-cls", default="")
-    made.add_argument("--api-key")
     return made

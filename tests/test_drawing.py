@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.cache_utils import DynamicCache
 
-from retrain.engine.drawing import Drawer, row_keys, uniforms
+from retrain.engine.drawing import Drawer, Row, row_keys, uniforms
 from retrain.engine.kv_cache import RowCache
 from retrain.sampler import SamplingParams
 
@@ -30,12 +30,9 @@ class Only:
         self.drawn.append(token)
 
 
-class Plain:
-    """What a Drawer reads of a row."""
-
-    def __init__(self, key: int, mask: Sequence[bool] = (), **params: Any) -> None:
-        self.key, self.params, self.token_ids = key, SamplingParams(**params), []
-        self.top, self.mask = 4, Only(*mask) if mask else None
+def plain(key: int, mask: Sequence[bool] = (), **params: Any) -> Row:
+    masked = Only(*mask) if mask else None
+    return Row(params=SamplingParams(**params), key=key, top=4, mask=masked)
 
 
 LOGITS = torch.tensor([0.15, 0.5, 0.1, 0.25]).log()
@@ -52,6 +49,7 @@ LOGITS = torch.tensor([0.15, 0.5, 0.1, 0.25]).log()
         ({"top_k": 3, "top_p": 0.6}, [0, 2 / 3, 0, 1 / 3]),  # 0.5 / 0.9 = 0.56 alone is too little
         ({"temperature": 0.5}, [0.0225 / 0.345, 0.25 / 0.345, 0.01 / 0.345, 0.0625 / 0.345]),
         ({"temperature": 0}, [0, 0.5, 0, 0]),
+        ({"temperature": 0, "top_k": 3}, [0, 0.5, 0, 0]),
         ({"temperature": 1e-3, "top_k": 1}, [0, 1, 0, 0]),
         ({"mask": [True, True, False, True]}, [0.15 / 0.9, 0.5 / 0.9, 0, 0.25 / 0.9]),
         ({"mask": [False, True, True]}, [0, 0.5 / 0.6, 0.1 / 0.6, 0]),  # fewer than the logits
@@ -61,7 +59,7 @@ LOGITS = torch.tensor([0.15, 0.5, 0.1, 0.25]).log()
 def test_draws_follow_the_restricted_distribution_and_report_it(
     params: dict[str, Any], expected: list[float]
 ) -> None:
-    rows = [Plain(key, **params) for key in row_keys(0, 20_000)]
+    rows = [plain(key, **params) for key in row_keys(0, 20_000)]
     tokens, logprobs, tops = Drawer(rows, torch.device("cpu"))(LOGITS.expand(len(rows), -1))
     assert all(row.mask.drawn == [t] for row, t in zip(rows, tokens, strict=True) if row.mask)
     for token, logprob in set(zip(tokens, logprobs, strict=True)):
@@ -81,7 +79,7 @@ def test_mixed_rows_draw_what_each_draws_alone() -> None:
     masked = {"mask": [True, False]}
     kinds: list[dict[str, Any]] = [{}, {"top_k": 2}, {"temperature": 0}, masked] * 4
     kinds += [{"top_p": 0.6}, {}, {**masked, "top_p": 0.6}, {}] * 4
-    rows = [Plain(key, **kind) for key, kind in zip(row_keys(1, 32), kinds, strict=True)]
+    rows = [plain(key, **kind) for key, kind in zip(row_keys(1, 32), kinds, strict=True)]
     cpu = torch.device("cpu")
     together = Drawer(rows, cpu)(LOGITS.expand(32, -1))
     alone = [Drawer([row], cpu)(LOGITS[None]) for row in rows]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import random
-from collections.abc import AsyncIterator
 from typing import Any
 
 import numpy as np
@@ -22,6 +21,7 @@ from retrain.engine.sampler import LocalSampler
 from retrain.engine.stopping import Stopping
 from retrain.engine.tiny import tiny_folder
 from retrain.sampler import SamplingParams
+from tests import sampler_kit as kit
 from tests.pipe_kit import until
 from tests.sampler_kit import (
     SEEDED,
@@ -31,29 +31,10 @@ from tests.sampler_kit import (
     C,
     forward_logprobs,
     load_like,
-    never_ending,
     sharpened,
 )
 
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> LlamaForCausalLM:
-    """tiny, with weights far enough from 0 that a wrong position or mask shows."""
-    model = load_model(tiny_folder(tmp_path_factory.mktemp("cache")))
-    return sharpened(model)
-
-
-@pytest.fixture
-async def sampler(model: LlamaForCausalLM) -> AsyncIterator[LocalSampler]:
-    async with LocalSampler(model, TOKENIZER) as sampler:
-        yield sampler
-
-
-@pytest.fixture
-async def endless(model: LlamaForCausalLM) -> AsyncIterator[LocalSampler]:
-    """A sampler whose rows end at max_tokens alone."""
-    async with LocalSampler(*never_ending(model)) as sampler:
-        yield sampler
+model, sampler, endless = kit.model, kit.sampler, kit.endless
 
 
 # -- what is sampled ------------------------------------------------------------------------------
@@ -158,19 +139,6 @@ async def test_a_model_without_past_key_values_is_refused() -> None:
     )
     with pytest.raises(ValueError, match="past_key_values"):
         LocalSampler(model, TOKENIZER)
-
-
-async def test_greedy_takes_the_likeliest_token(
-    sampler: LocalSampler, model: LlamaForCausalLM
-) -> None:
-    params = SamplingParams(max_tokens=8, temperature=0, top_k=3)
-    one, two = await sampler.sample([A, B], params, n=2)
-    assert one.token_ids == two.token_ids
-    ids = [A, B]
-    for token in one.token_ids:
-        with torch.no_grad():
-            assert model(torch.tensor([ids])).logits[0, -1].argmax().item() == token
-        ids.append(token)
 
 
 async def test_a_seed_gives_the_same_tokens_whatever_shares_the_batch(

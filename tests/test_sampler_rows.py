@@ -8,8 +8,6 @@ import random
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +21,7 @@ from retrain.engine.tiny import tiny_folder, tiny_tokenizer
 from retrain.engine.weights import snapshot
 from retrain.errors import AdapterError
 from retrain.sampler import SamplingParams
+from tests import sampler_kit as kit
 from tests.pipe_kit import until
 from tests.sampler_kit import (
     SEEDED,
@@ -33,28 +32,9 @@ from tests.sampler_kit import (
     forward_logprobs,
     load_like,
     never_ending,
-    sharpened,
 )
 
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> LlamaForCausalLM:
-    """tiny, with weights far enough from 0 that a wrong position or mask shows."""
-    model = load_model(tiny_folder(tmp_path_factory.mktemp("cache")))
-    return sharpened(model)
-
-
-@pytest.fixture
-async def sampler(model: LlamaForCausalLM) -> AsyncIterator[LocalSampler]:
-    async with LocalSampler(model, TOKENIZER) as sampler:
-        yield sampler
-
-
-@pytest.fixture
-async def endless(model: LlamaForCausalLM) -> AsyncIterator[LocalSampler]:
-    """A sampler whose rows end at max_tokens alone."""
-    async with LocalSampler(*never_ending(model)) as sampler:
-        yield sampler
+model, sampler, endless = kit.model, kit.sampler, kit.endless
 
 
 # -- rows that come and go ------------------------------------------------------------------------
@@ -280,18 +260,16 @@ async def test_the_worker_leaves_other_threads_their_thread_count(model: LlamaFo
         assert torch.get_num_threads() == before
 
 
-def test_a_program_that_forgets_to_close_still_ends(tmp_path: Path) -> None:
-    script = f"""
-import asyncio, pathlib
+def test_a_program_that_forgets_to_close_still_ends() -> None:
+    script = """
+import asyncio
 from retrain.engine.models import load_model
 from retrain.engine.sampler import LocalSampler
-from retrain.engine.stopping import Stopping
 from retrain.engine.tiny import tiny_folder, tiny_tokenizer
 from retrain.sampler import SamplingParams
 
 async def main():
-    folder = tiny_folder(pathlib.Path({str(tmp_path)!r}))
-    sampler = await LocalSampler(load_model(folder), tiny_tokenizer()).__aenter__()
+    sampler = await LocalSampler(load_model(tiny_folder()), tiny_tokenizer()).__aenter__()
     asyncio.ensure_future(sampler.sample([7], SamplingParams(max_tokens=1000), n=100))
     while not sampler.stats.tokens:
         await asyncio.sleep(0.001)

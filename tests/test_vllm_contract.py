@@ -7,7 +7,6 @@ use the stand-in, would prove nothing.
 from __future__ import annotations
 
 import asyncio
-import copy
 import os
 import socket
 from collections.abc import AsyncIterator, Iterator, Mapping
@@ -36,8 +35,12 @@ from vllm_kit import (
 
 from retrain.config import load_config
 from retrain.pipeline import train
+from retrain.sampler import SamplingParams
+from retrain.vllm.checkpoint import write_adapter
 from retrain.vllm.transfer import Bucket, broadcast, join
 from tests.chaos.judgement import judge_log
+from tests.sampler_kit import restricted
+from tests.test_vllm_sampler import adapter
 from tests.test_vllm_whole import echo, rows
 
 pytestmark = pytest.mark.filterwarnings(  # PEFT's
@@ -96,21 +99,13 @@ def sampled(choice: Mapping[str, Any]) -> list[float]:
 
 
 def expected(
-    model: PreTrainedModel, prompt: list[int], ids: list[int], heat: float = 1.0, **cut: float
+    model: PreTrainedModel, prompt: list[int], ids: list[int], **params: Any
 ) -> torch.Tensor:
     """The log-probs of ids after a prompt, by one plain forward."""
     with torch.inference_mode():
         logits = model(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1]
-    logits = logits / (heat or 1.0)
-    if top_k := int(cut.get("top_k", 0)):
-        logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -torch.inf)
-    if (top_p := cut.get("top_p", 1.0)) < 1:
-        ordered, places = logits.softmax(-1).sort(descending=True)
-        dropped = torch.zeros_like(logits, dtype=torch.bool).scatter(
-            1, places, ordered.cumsum(-1) - ordered >= top_p
-        )
-        logits = logits.masked_fill(dropped, -torch.inf)
-    return logits.log_softmax(-1).gather(1, torch.tensor(ids)[:, None]).squeeze(1)
+    rows = zip(logits, ids, strict=True)
+    return torch.stack([restricted(row, SamplingParams(**params))[i] for row, i in rows])
 
 
 def apart(found: list[float], wanted: torch.Tensor) -> float:
@@ -146,15 +141,12 @@ async def test_logprobs_are_those_of_a_plain_forward(
         *(server.sample(n=3 if k["temperature"] else 1, max_tokens=20, **k) for k in kinds)
     )
     for kind, choices in zip(kinds, replies, strict=True):
-        heat = kind["temperature"]
-        cut = {key: value for key, value in kind.items() if key != "temperature"}
         for choice in choices:
             ids = choice["token_ids"]
-            wanted = expected(models["a"], PROMPT, ids, heat, **cut)
+            wanted = expected(models["a"], PROMPT, ids, **kind)
             assert apart(sampled(choice), wanted) < 1e-4, kind
-            assert choice["weight_versions"] == [
-                {"version": "default", "start": 0, "end": len(ids)}
-            ]
+            span = {"version": "default", "start": 0, "end": len(ids)}
+            assert choice["weight_versions"] == [span]
 
 
 async def test_scores_a_prompt(server: Speaker, models: Mapping[str, PreTrainedModel]) -> None:
@@ -317,25 +309,15 @@ async def test_takes_weights_from_a_group(
     assert apart(await server.score(ids), expected(models["b"], ids[:1], ids[1:])) < 1e-4
 
 
-def adapter_of(model: PreTrainedModel, folder: Path, seed: int) -> PreTrainedModel:
-    """Write a LoRA with large weights; returns the merged model."""
-    from peft import LoraConfig, get_peft_model
-
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        config = LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
-        tuned = get_peft_model(copy.deepcopy(model), config)
-        tuned.save_pretrained(folder)
-        return tuned.merge_and_unload()
-
-
 async def test_serves_adapters_by_their_names(
     server: Speaker, models: Mapping[str, PreTrainedModel], folders: Mapping[str, Path]
 ) -> None:
     merged = {}
     for number in (1, 2):
         name, folder = f"policy-v{number}", folders["adapters"] / f"adapter{number}"
-        merged[name] = adapter_of(models["a"], folder, number)
+        weights, merged[name] = adapter(models["a"], 0.1 * number)
+        folder.mkdir(exist_ok=True)
+        write_adapter(folder, weights)
         loading = {"lora_name": name, "lora_path": str(folder), "load_inplace": False}
         assert "added successfully" in await server.post("/v1/load_lora_adapter", loading)
         words = await server.post("/v1/load_lora_adapter", loading, expect=400)

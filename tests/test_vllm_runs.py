@@ -81,10 +81,12 @@ async def test_a_run_starts_restarts_and_ends_its_own_server(
     config = run(folder, tmp_path, sampler)
     result = await train(config)
     assert result.status == "completed"
-    for row in lines(config, "metrics.jsonl"):
+    steps = lines(config, "metrics.jsonl")
+    for row in filter(lambda row: row["tokens/trained"], steps):
         assert row["ratio/max"] == pytest.approx(1, abs=1e-3)
         assert row["kl/sampler_trainer"] < 1e-5
-    assert {v for row in lines(config, "rollouts.jsonl") for v in row["versions"]} == {0, 1, 2}
+    sampled = {v for row in lines(config, "rollouts.jsonl") for v in row["versions"]}
+    assert sampled == {0, *(row["version"] for row in steps[:-1])}
     assert (tmp_path / "run/vllm-0.log").is_file()
     lost, back = (e for e in lines(config, "events.jsonl") if e["event"] == "server")
     said = "it ended with SIGKILL (often out of memory: see dmesg); restart 1 of 3"
@@ -126,15 +128,10 @@ async def test_p13_a_run_without_servers_saves_its_last_step_and_resumes(
 ) -> None:
     with stand_in(folder) as server:
         server.faults(die={path: nth})
-        port = int(server.url.rpartition(":")[2])
-        config = run(
-            folder,
-            tmp_path,
-            {"type": "vllm", "url": server.url, "publish": "folder"},
-            staleness=staleness,
-            train={"total_train_steps": 8},
-            deadlines={"outage": 1},
-        )
+        keys = {"type": "vllm", "publish": "folder"}
+        given: dict[str, Any] = {"staleness": staleness, "train": {"total_train_steps": 8}}
+        given["deadlines"] = {"outage": 1}
+        config = run(folder, tmp_path, {**keys, "url": server.url}, **given)
         with pytest.raises(AdapterError) as caught:
             await train(config)
     text = str(caught.value)
@@ -143,7 +140,8 @@ async def test_p13_a_run_without_servers_saves_its_last_step_and_resumes(
     updates = [e["step"] for e in lines(config, "events.jsonl") if e["event"] == "update"]
     assert 0 < last == updates[-1] < 8
     assert Checkpoints(tmp_path / "run/checkpoints").steps() == [last]
-    with stand_in(folder, port=port):
+    with stand_in(folder) as server:
+        config = run(folder, tmp_path, {**keys, "url": server.url}, **given)
         assert (await train(config, resume=True)).total_steps == 8
     assert [row["step"] for row in lines(config, "metrics.jsonl")] == list(range(1, 9))
     book, _ = judge_log(tmp_path / "run", config, 4)
@@ -217,15 +215,9 @@ def test_the_log_of_a_server_that_does_not_start_is_kept(folder: Path, tmp_path:
         ({"url": "ftp://a"}, r"sampler.url: got 'ftp://a'.*http\(s\)://host"),
         ({"url": ["http://a:1", "http://a:1/"]}, "expected each server once"),
         ({"url": "http://a:1", "gpu_memory": 0.5}, "got url.*gpu_memory"),
-        (
-            {"url": "http://[::1]:1", "publish": "adapter"},
-            "sampler.publish: got 'adapter'",
-        ),
+        ({"url": "http://[::1]:1", "publish": "adapter"}, "sampler.publish: got 'adapter'"),
         ({"url": "http://a:1", "folder": "nowhere"}, "sampler.folder: .*/nowhere"),
-        (
-            {"url": "http://a:1"},
-            "sampler.folder: http://a:1",
-        ),
+        ({"url": "http://a:1"}, "sampler.folder: http://a:1"),
         ({"url": "http://a:1", "urll": 3}, "sampler.urll.*backend.samp"),
         ({"python": "nowhere/python"}, "sampler.python: .*nowhere/python"),
         ({"python": "sh", "devices": [1, 2, 3], "tensor_parallel": 2}, r"devices: got \[1.*2, 3\]"),
@@ -300,30 +292,44 @@ def test_what_the_servers_cannot_promise_is_said(folder: Path, tmp_path: Path) -
 def test_options_reach_the_command_line_of_each_server(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    args = {"max-num-seqs": 512, "enable_prefix_caching": False, "hf_overrides": {"a": 1}}
     options = VllmOptions(
         python=Path("bin/python"),
         devices=[2, 3, 4, 5],
         tensor_parallel=2,
         gpu_memory=0.7,
-        args={"max_num_seqs": 512},
+        args=args,
         start_seconds=9,
     )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    opening = opening_of(small_model(), folder, tmp_path, lora=AdapterSlots(4, 3))
+    opening = opening_of(small_model(), folder, tmp_path, lora=AdapterSlots(12, 3))
     launch = _processes(options, opening)[1]._launch
-    words = " ".join(launch.command(80))
-    assert words.startswith(f"{tmp_path}/bin/python -m vllm.entrypoints.openai.api_server")
-    for flag in (
+    command = launch.command(80)
+    python = f"{tmp_path}/bin/python"
+    assert command[:3] == [python, "-m", "vllm.entrypoints.openai.api_server"]
+    assert {
         f"--model={folder}",
+        "--port=80",
+        "--dtype=float32",
         "--tensor-parallel-size=2",
         "--gpu-memory-utilization=0.7",
-        "--max-num-seqs=512",
-        "--dtype=float32",
+        "--logprobs-mode=processed_logprobs",
+        "--enable-scale-out",
+        "--enable-lora",
         "--max-loras=3",
-    ):
-        assert flag in words
+        "--max-lora-rank=16",
+        "--max-num-seqs=512",
+        "--no-enable-prefix-caching",
+    } <= set(command)
+    assert command[command.index("--hf-overrides") + 1] == '{"a": 1}'
+    assert "--enforce-eager" not in command
     assert launch.environment(tmp_path)["CUDA_VISIBLE_DEVICES"] == "4,5"
     assert launch.seconds == 9
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    [process] = _processes(VllmOptions(python=Path("python")), replace(opening, lora=None))
+    on_cpu = process._launch.command(1)
+    assert "--enforce-eager" in on_cpu
+    assert not [word for word in on_cpu if "memory" in word or "lora" in word]
 
 
 def test_paths_are_those_of_the_config_or_else_of_the_working_folder(
@@ -348,23 +354,20 @@ def test_paths_are_those_of_the_config_or_else_of_the_working_folder(
     assert problem.startswith(f"python: {configs}/gone or {work}/gone is not a program; expected")
 
 
-def test_the_first_line_names_processes_and_servers() -> None:
+def test_the_first_line_names_processes_and_servers_and_the_way_of_publishing() -> None:
     running = VllmOptions(url=["http://a:1", "http://b:1"])
     started = VllmOptions(python=Path("python"), devices=[0, 1, 2, 3], tensor_parallel=4)
+    lora, grouped = LoraOptions(), VllmOptions(url="http://a:1", publish="group")
     for options, text in (
         (TrlOptions(), ""),
         (TrlOptions(processes=2, sharding="full"), "2 processes, sharding full"),
         (TrlOptions(sampler=started), "sampler vllm: 1 server, publish group"),
+        (TrlOptions(sampler=started, lora=lora), "sampler vllm: 1 server, publish adapter"),
+        (TrlOptions(sampler=running), "sampler vllm: 2 servers, publish folder"),
+        (TrlOptions(sampler=grouped, lora=lora), "sampler vllm: 1 server, publish group"),
         (
-            TrlOptions(processes=3, lora=LoraOptions(), sampler=running),
+            TrlOptions(processes=3, lora=lora, sampler=running),
             "3 processes, sharding none; sampler vllm: 2 servers, publish adapter",
         ),
     ):
         assert options.layout() == text
-
-
-def test_each_way_of_publishing_has_its_default() -> None:
-    running, started = VllmOptions(url="http://a:1"), VllmOptions(python=Path("python"))
-    assert [o.way(lora=True) for o in (running, started)] == ["adapter", "adapter"]
-    assert [o.way(lora=False) for o in (running, started)] == ["folder", "group"]
-    assert VllmOptions(url="http://a:1", publish="group").way(lora=True) == "group"

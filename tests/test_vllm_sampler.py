@@ -28,6 +28,7 @@ from retrain.vllm.options import VllmOptions
 from retrain.vllm.sampler import VllmSampler
 from retrain.vllm.server import Launch, VllmServer
 from tests.pipe_kit import until
+from tests.sampler_kit import forward_logprobs
 
 GENERATE = "/inference/v1/generate"
 PROMPT = [8, 20, 30, 40]
@@ -104,9 +105,7 @@ async def test_completions_and_scores_are_those_of_the_local_sampler(
         [alone] = await local.sample(PROMPT, SamplingParams(max_tokens=9, temperature=0))
     for found, wanted in zip(mine, theirs, strict=True):
         assert found == pytest.approx(wanted, abs=1e-4)
-    logits = model(torch.tensor([[*PROMPT, *completions[0].token_ids]])).logits[0, 3:-1] / 0.8
-    ids = torch.tensor(completions[0].token_ids)[:, None]
-    wanted = logits.log_softmax(-1).gather(1, ids).squeeze(1).tolist()
+    wanted = forward_logprobs(model, PROMPT, completions[0], params)
     assert completions[0].logprobs == pytest.approx(wanted, abs=1e-4)
     assert greedy[0] == greedy[1]
     assert greedy[0].token_ids == alone.token_ids
@@ -150,20 +149,13 @@ async def test_a_publish_in_flight_gives_each_token_its_version(
         assert set(one.versions) == {0, 7}
         old = one.versions.index(7)
         for part, by in ((slice(0, old), model), (slice(old, None), other)):
-            logits = by(torch.tensor([[*PROMPT, *one.token_ids]])).logits[0, 3:-1]
-            ids = torch.tensor(one.token_ids)[:, None]
-            wanted = logits.log_softmax(-1).gather(1, ids).squeeze(1)[part].tolist()
-            assert one.logprobs[part] == pytest.approx(wanted, abs=1e-4)
+            wanted = forward_logprobs(by, PROMPT, one, ENDLESS)
+            assert one.logprobs[part] == pytest.approx(wanted[part], abs=1e-4)
     assert (await sampler.sample(PROMPT, SamplingParams(max_tokens=2)))[0].version == 7
 
 
-async def until_generating(server: StandIn, rows: int = 1) -> None:
-    async with asyncio.timeout(10), httpx.AsyncClient(base_url=server.url) as http:
-        while True:
-            text = (await http.get("/metrics")).text
-            lines = [line for line in text.splitlines() if "requests_running" in line]
-            if sum(float(line.split()[-1]) for line in lines) >= rows:
-                return
+async def until_generating(server: StandIn) -> None:
+    await until(lambda: server.running.app.engine.counts()[0] > 0)
 
 
 async def test_a_cancelled_request_ends_in_the_server(
@@ -225,9 +217,8 @@ async def test_nothing_of_a_restarted_server_is_used(
     server.faults(restart=True)
     [one] = await sampler.sample(PROMPT, SamplingParams(max_tokens=5))
     assert one.version == 3
-    logits = other(torch.tensor([[*PROMPT, *one.token_ids]])).logits[0, 3:-1]
-    wanted = logits.log_softmax(-1).gather(1, torch.tensor(one.token_ids)[:, None]).squeeze(1)
-    assert one.logprobs == pytest.approx(wanted.tolist(), abs=1e-4)
+    wanted = forward_logprobs(other, PROMPT, one, ENDLESS)
+    assert one.logprobs == pytest.approx(wanted, abs=1e-4)
     assert "'default')" in caplog.text
 
 
@@ -325,9 +316,7 @@ async def test_adapters_are_versions_and_go_when_unused(
             await sampler.load_weights(weights, version)
             [one] = await sampler.sample(PROMPT, short)
             assert (one.version, one.versions) == (version, ())
-            logits = whole(torch.tensor([[*PROMPT, *one.token_ids]])).logits[0, 3:-1]
-            ids = torch.tensor(one.token_ids)[:, None]
-            wanted = logits.log_softmax(-1).gather(1, ids).squeeze(1).tolist()
+            wanted = forward_logprobs(whole, PROMPT, one, short)
             assert one.logprobs == pytest.approx(wanted, abs=1e-4)
         await until(lambda: set(loaded) == {"policy-v1"})
         server.faults(slow=0.02)
@@ -387,18 +376,8 @@ async def test_a_seed_reaches_no_server_on_a_cpu(
         ("folder", [f for f in FLAGS if f != "--enable-scale-out"], {}, "with --enable-scale-out"),
         ("folder", ["--dtype", "float32", "--enable-scale-out"], {}, "processed_logprobs"),
         ("adapter", FLAGS, {"lora": (8, 1)}, "--enable-lora"),
-        (
-            "adapter",
-            [*FLAGS, *LORA],
-            {"lora": (32, 1)},
-            "--max-lora-rank 16.*backend.lora",
-        ),
-        (
-            "adapter",
-            [*FLAGS, *LORA],
-            {"lora": (8, 4)},
-            "--max-loras 3.*4",
-        ),
+        ("adapter", [*FLAGS, *LORA], {"lora": (32, 1)}, "--max-lora-rank 16.*backend.lora"),
+        ("adapter", [*FLAGS, *LORA], {"lora": (8, 4)}, "--max-loras 3.*4"),
         ("group", FLAGS, {}, "does not have retrain's worker extension, but sampler"),
         ("folder", FLAGS, {"tokens": 1000}, "--max-model-len 512.*1000"),
         (

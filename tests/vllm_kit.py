@@ -57,9 +57,7 @@ FLAGS = [
     *("--max-model-len", "512", "--max-num-seqs", "256", "--enable-scale-out"),
     *("--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1"),
 ]
-LORA = [
-    *("--enable-lora", "--max-loras", "3", "--max-cpu-loras", "6", "--max-lora-rank", "16"),
-]
+LORA = ["--enable-lora", "--max-loras", "3", "--max-cpu-loras", "6", "--max-lora-rank", "16"]
 GROUP = ["--worker-extension-cls", "retrain.vllm.worker.Extension"]
 
 
@@ -267,8 +265,7 @@ class Speaker:
         await self.post("/resume")
 
     async def change(self, folder: Path, label: str, method: str = "reload_weights") -> None:
-        name = "weights_path"
-        await self.call(method, **{name: str(folder)})
+        await self.call(method, weights_path=str(folder))
         await self.post("/update_weight_version", {"new_version": label})
 
     async def call(self, method: str, expect: int = 200, **arguments: Any) -> str:

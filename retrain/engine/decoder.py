@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from retrain.engine.drawing import Drawer, Drawn, Mask, Top
+from retrain.engine.drawing import Drawer, Drawn, Mask, Row, Top
 from retrain.engine.fused import FusedStep
 from retrain.engine.kv_cache import RowCache, make_cache
 from retrain.engine.lengths import of_like_length
 from retrain.engine.stopping import Stopping
-from retrain.sampler import SamplingParams, Tokenizer
+from retrain.sampler import Tokenizer
 from retrain.types import Completion
 
 PREFILL_TOKENS = 16384
@@ -50,6 +50,8 @@ class QueuedRequest:
     future: asyncio.Future[list[Completion]]
     top: int = 0
     """How many of the likeliest tokens to report at each sampled position."""
+    first: int = 0
+    """The index of its first row, for `watch`."""
     mask: Callable[[], Mask] | None = None
     """Makes what restricts the tokens of a row."""
     watch: Callable[[int, Sequence[int]], None] | None = None
@@ -66,21 +68,13 @@ class QueuedRequest:
         self.tops = [[] for _ in self.keys]
 
 
-@dataclass(slots=True, eq=False)
-class LiveRow:
+@dataclass(slots=True, eq=False, kw_only=True)
+class LiveRow(Row):
     """One unfinished completion."""
 
     request: QueuedRequest
     index: int
-    params: SamplingParams
-    key: int
-    mask: Mask | None = None
-    token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-
-    @property
-    def top(self) -> int:
-        return self.request.top
 
 
 class Decoder:
@@ -116,7 +110,9 @@ class Decoder:
 
     def step(self) -> list[QueuedRequest]:
         """Draw one more token for every row."""
-        self._drop_cancelled()
+        kept = [i for i, row in enumerate(self.rows) if not row.request.cancelled]
+        if len(kept) < len(self.rows):
+            self._retain(kept)
         if not self.rows:
             return []
         inputs = self._cache.step_inputs()
@@ -143,8 +139,9 @@ class Decoder:
         rows, sources = [], []
         for source, request in enumerate(requests):
             for index, key in enumerate(request.keys):
-                mask = None if request.mask is None else request.mask()
-                rows.append(LiveRow(request, index, request.stopping.params, key, mask))
+                row = LiveRow(params=request.stopping.params, key=key, request=request, index=index)
+                row.mask, row.top = request.mask and request.mask(), request.top
+                rows.append(row)
                 sources.append(source)
         drawer = Drawer(rows, self._device)
         drawn = drawer(logits[torch.tensor(sources, device=logits.device)])
@@ -184,7 +181,7 @@ class Decoder:
             if reason is None:
                 kept.append(i)
                 if request.watch is not None:
-                    request.watch(row.index, row.token_ids)
+                    request.watch(request.first + row.index, row.token_ids)
                 continue
             text = self.tokenizer.decode(row.token_ids, skip_special_tokens=True)
             request.completions[row.index] = Completion(
@@ -193,11 +190,6 @@ class Decoder:
             if None not in request.completions:
                 done.append(request)
         return done, kept
-
-    def _drop_cancelled(self) -> None:
-        kept = [i for i, row in enumerate(self.rows) if not row.request.cancelled]
-        if len(kept) < len(self.rows):
-            self._retain(kept)
 
     def _retain(self, kept: list[int]) -> None:
         """Keep these rows; rows from the end fill the holes, so that few rows move."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -41,18 +42,17 @@ class Mask(Protocol):
     def drew(self, token: int) -> None: ...
 
 
-class Drawing(Protocol):
+@dataclass(slots=True, eq=False, kw_only=True)
+class Row:
     """What is needed to draw a token for a row."""
 
     params: SamplingParams
     key: int
-    token_ids: list[int]
-    mask: Mask | None
+    token_ids: list[int] = field(default_factory=list)
+    mask: Mask | None = None
     """None if the row may draw all tokens, as rows that are trained always may."""
-
-    @property
-    def top(self) -> int:
-        """How many of the likeliest tokens to report."""
+    top: int = 0
+    """How many of the likeliest tokens to report."""
 
 
 class Drawn(NamedTuple):
@@ -81,7 +81,7 @@ def uniforms(states: Keys) -> NDArray[np.float32]:
 class Drawer:
     """Draws one token per row and step; made anew when the rows change."""
 
-    def __init__(self, rows: Sequence[Drawing], device: torch.device) -> None:
+    def __init__(self, rows: Sequence[Row], device: torch.device) -> None:
         self._states, self._device = _states(rows), device
         self._tops = [row.top for row in rows]
         self._masks = [(i, row.mask) for i, row in enumerate(rows) if row.mask is not None]
@@ -142,7 +142,7 @@ class Drawer:
 class _Cut:
     """The rows that may draw only some of their likeliest tokens."""
 
-    def __init__(self, rows: Sequence[Drawing], device: torch.device) -> None:
+    def __init__(self, rows: Sequence[Row], device: torch.device) -> None:
         params = {i: row.params for i, row in enumerate(rows) if _is_cut(row.params)}
         self.rows = torch.tensor([*params], dtype=torch.long, device=device)
         self._top_k = torch.tensor([[p.top_k] for p in params.values()], device=device)
@@ -167,7 +167,7 @@ class _Cut:
         return drawn, chosen, torch.empty_like(ordered).scatter_(1, ids, ordered)
 
 
-def _states(rows: Sequence[Drawing]) -> Keys:
+def _states(rows: Sequence[Row]) -> Keys:
     """Where each row is in its sequence of random numbers."""
     keys = np.array([row.key for row in rows], dtype=np.uint64)
     drawn = np.array([len(row.token_ids) + 1 for row in rows], dtype=np.uint64)

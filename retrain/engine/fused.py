@@ -9,8 +9,8 @@ model's own, so that half precision rounds as its forward does.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -52,22 +52,14 @@ def _is_plain(module: nn.Module) -> bool:
     return not (module._forward_hooks or module._forward_pre_hooks)
 
 
-@dataclass(frozen=True, slots=True)
-class Joined:
-    """Linear layers of one input as one product."""
+def join(layers: Sequence[nn.Linear]) -> Callable[[Tensor], Tensor]:
+    """Linear layers of one input as one product.
 
-    weight: Tensor
-    bias: Tensor | None
-
-    def __call__(self, hidden: Tensor) -> Tensor:
-        return linear(hidden, self.weight, self.bias)
-
-
-def join(layers: Sequence[nn.Linear]) -> Joined:
-    """Their parameters become views, so that new weights copied into them are the product's."""
+    Their parameters become views, so that new weights copied into them are the product's.
+    """
     weight = _joined([layer.weight for layer in layers])
     biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
-    return Joined(weight, _joined(biases) if biases else None)
+    return partial(linear, weight=weight, bias=_joined(biases) if biases else None)
 
 
 def _joined(parameters: Sequence[Tensor]) -> Tensor:

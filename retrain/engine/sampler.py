@@ -131,8 +131,9 @@ class LocalSampler:
                 keys[first : first + self._max_rows],
                 loop.create_future(),
                 top,
+                first,
                 mask,
-                watch and _shifted(watch, first),
+                watch,
             )
             for first in range(0, n, self._max_rows)
         ]
@@ -142,7 +143,11 @@ class LocalSampler:
         except BaseException:
             _cancel(requests)
             raise
-        tops = [_stacked(rows) for request in requests for rows in request.tops]
+        tops = [
+            Top(*map(np.stack, zip(*rows, strict=True))) if rows else None
+            for request in requests
+            for rows in request.tops
+        ]
         completions = [completion for part in parts for completion in part]
         return list(zip(completions, tops, strict=True))
 
@@ -252,23 +257,12 @@ class LocalSampler:
         return Alternatives(joined, None if given is None else scores)
 
 
-def _shifted(
-    watch: Callable[[int, Sequence[int]], None], first: int
-) -> Callable[[int, Sequence[int]], None]:
-    """`watch` for the rows of a request whose completions begin at `first`."""
-    return lambda row, token_ids: watch(first + row, token_ids)
-
-
 def _cancel(requests: Sequence[QueuedRequest]) -> None:
     for request in requests:
         request.cancelled = True
         if request.future.done() and not request.future.cancelled():
             request.future.exception()  # retrieved: the error of another part is raised
         request.future.cancel()
-
-
-def _stacked(rows: Sequence[Top]) -> Top | None:
-    return Top(*map(np.stack, zip(*rows, strict=True))) if rows else None
 
 
 def _refuse_unfit(model: nn.Module) -> None:

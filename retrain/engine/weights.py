@@ -10,7 +10,7 @@ import copy
 import json
 import sys
 import tempfile
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from retrain.errors import AdapterError
+from retrain.errors import AdapterError, first_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,32 +71,51 @@ def lora_snapshot(
 
 def check_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Raise AdapterError unless `weights` are exactly those of `model`, in names and shapes."""
-    targets = model.state_dict()
-    tied = _tied(targets)
-    problems = {
-        "missing": [names[0] for names in tied if weights.keys().isdisjoint(names)],
-        "untied": [" = ".join(names) for names in tied if not _all_same(weights, names)],
-        "unknown": sorted(weights.keys() - targets.keys()),
-        "wrong shape": [
-            f"{name} {tuple(weights[name].shape)} for {tuple(targets[name].shape)}"
-            for name in sorted(weights.keys() & targets.keys())
-            if weights[name].shape != targets[name].shape
-        ],
-    }
-    found = "; ".join(f"{what}: {names[:3]}" for what, names in problems.items() if names)
-    if found:
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    if found := misfit(weights, shapes, tied_names(model)):
         raise AdapterError(
             f"these weights don't fit the sampler's model ({found}). Publish "
             "engine.weights.snapshot() of the model that the sampler was made from"
         )
 
 
-def _tied(weights: Mapping[str, Tensor]) -> Collection[list[str]]:
-    """The names of each tensor: several where weights are tied."""
-    names: dict[int, list[str]] = {}
-    for name, tensor in weights.items():
-        names.setdefault(tensor.data_ptr(), []).append(name)
-    return names.values()
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Names of tied weights, such as `lm_head.weight`, and the names of their originals."""
+    first: dict[Tensor, str] = {}
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: first[tied] for name, tied in named if first.setdefault(tied, name) != name}
+
+
+def misfit(
+    weights: Mapping[str, Tensor],
+    shapes: Mapping[str, tuple[int, ...]],
+    tied: Mapping[str, str],
+    *,
+    untied: bool = False,
+) -> str:
+    """What is wrong with weights for a model of these shapes, with names; empty if they fit.
+
+    The original of a tied weight is enough. With `untied`, the two may differ.
+    """
+    wrong = {
+        "missing": [n for n in shapes if weights.keys().isdisjoint((n, tied.get(n)))],
+        "unknown": sorted(weights.keys() - shapes.keys()),
+        "wrong shape": [
+            f"{name} {tuple(tensor.shape)} for {shapes[name]}"
+            for name, tensor in weights.items()
+            if shapes.get(name, tensor.shape) != tensor.shape
+        ],
+        "untied": [n for n in tied if not untied and _differ(weights.get(n), weights.get(tied[n]))],
+    }
+    return "; ".join(
+        f"{what}: {first_of(names, limit=3)}" for what, names in wrong.items() if names
+    )
+
+
+def _differ(own: Tensor | None, original: Tensor | None) -> bool:
+    if own is None or original is None or own.data_ptr() == original.data_ptr():
+        return False
+    return not torch.equal(own.to(original.device), original)
 
 
 @torch.no_grad()
@@ -129,41 +148,23 @@ def _plain_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, tensor
 
 
-def _unwrapped(module: nn.Module) -> Mapping[str, Tensor] | None:
-    """The state below PEFT's wrapper around a module; None for any other module."""
+def _unwrapped(module: Any) -> Mapping[str, Tensor] | None:  # peft ships few types
+    """The state below PEFT's wrapper around a module; None for any other module.
+
+    Active adapters are merged by PEFT, in a copy; of a module in modules_to_save it is the state of
+    the trained copy.
+    """
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 
+    state: Mapping[str, Tensor] | None = None
     if isinstance(module, BaseTunerLayer):
-        return _merged(module)
-    return _saved(module) if isinstance(module, AuxiliaryTrainingWrapper) else None
-
-
-def _merged(layer: Any) -> Mapping[str, Tensor]:  # a peft layer; peft ships few types
-    """The state of the layer below, with the active adapters merged by PEFT, in a copy."""
-    if not (layer.disable_adapters or layer.merged):
-        layer = copy.deepcopy(layer)
-        layer.merge()
-    state: Mapping[str, Tensor] = layer.get_base_layer().state_dict()
+        if not (module.disable_adapters or module.merged):
+            module = copy.deepcopy(module)
+            module.merge()
+        state = module.get_base_layer().state_dict()
+    elif isinstance(module, AuxiliaryTrainingWrapper):
+        saved = hasattr(module, "modules_to_save") and module.active_adapters
+        own = module.modules_to_save[saved[0]] if saved else module.original_module
+        state = own.state_dict()
     return state
-
-
-def _saved(wrapper: Any) -> dict[str, Tensor]:  # a peft wrapper
-    """The state of the trained copy of a module in modules_to_save."""
-    if not hasattr(wrapper, "modules_to_save") or not wrapper.active_adapters:
-        state: dict[str, Tensor] = wrapper.original_module.state_dict()
-        return state
-    trained: dict[str, Tensor] = wrapper.modules_to_save[wrapper.active_adapters[0]].state_dict()
-    return trained
-
-
-def _all_same(weights: Mapping[str, Tensor], names: Iterable[str]) -> bool:
-    """Whether those of these names that are given are equal."""
-    given = [weights[name] for name in names if name in weights]
-    return all(_same(given[0], other) for other in given[1:])
-
-
-def _same(one: Tensor, other: Tensor) -> bool:
-    return one.data_ptr() == other.data_ptr() or (
-        one.shape == other.shape and bool(torch.equal(one, other.to(one.device)))
-    )

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from retrain.engine.models import PROCESS_STATE
-from retrain.engine.weights import LoraWeights
-from retrain.errors import AdapterError, first_of
+from retrain.engine.weights import LoraWeights, misfit, tied_names
+from retrain.errors import AdapterError
 from retrain.supervision.disk import sync
 from retrain.supervision.locks import FolderLock, in_use
 from retrain.supervision.threads import DaemonPool
@@ -39,8 +39,7 @@ class Manifest:
     """The weights of a model, without their values."""
 
     shapes: Mapping[str, tuple[int, ...]]
-    tied: Mapping[str, str]
-    """Names of tied weights, such as `lm_head.weight`, and the names of their originals."""
+    tied: Mapping[str, str]  # as `tied_names`
     config: Mapping[str, Any]  # the content of config.json
     skeleton: Any  # a transformers model on the meta device
 
@@ -52,13 +51,8 @@ class Manifest:
         config = AutoConfig.from_pretrained(model)
         with PROCESS_STATE, torch.device("meta"):
             skeleton = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
-        names: dict[int, str] = {}
-        tied = {}
-        for name, parameter in skeleton.named_parameters(remove_duplicate=False):
-            if names.setdefault(id(parameter), name) != name:
-                tied[name] = names[id(parameter)]
         shapes = {name: tuple(value.shape) for name, value in skeleton.state_dict().items()}
-        return cls(shapes, tied, config.to_dict(), skeleton)
+        return cls(shapes, tied_names(skeleton), config.to_dict(), skeleton)
 
     def complete(self, weights: Mapping[str, Tensor], *, heads: bool) -> dict[str, Tensor]:
         """The weights to send, under a checkpoint's names: a tied one once, or with `heads` under
@@ -67,48 +61,18 @@ class Manifest:
         Raises AdapterError if a weight is missing, unknown, or has another shape, or if tied
         weights differ (as after a LoRA on one of them) and the servers tie them.
         """
-        self._check(weights, heads=heads)
-        sent = {name: tensor for name, tensor in weights.items() if name not in self.tied}
-        again = self.tied if heads else {}
-        sent |= {name: weights.get(name, weights[original]) for name, original in again.items()}
-        return _as_in_checkpoints(self.skeleton, sent)
+        from transformers.core_model_loading import revert_weight_conversion
 
-    def _check(self, weights: Mapping[str, Tensor], *, heads: bool) -> None:
-        wrong = self._problems(weights)
-        if not heads:
-            wrong["untied"] = [name for name in self.tied if self._differs(weights, name)]
-        if found := "; ".join(f"{what}: {first_of(n, limit=3)}" for what, n in wrong.items() if n):
+        if found := misfit(weights, self.shapes, self.tied, untied=heads):
             raise AdapterError(
                 f"the trained weights don't fit the servers' model ({found}). The servers must "
                 "serve the `model` that is trained"
             )
-
-    def _problems(self, weights: Mapping[str, Tensor]) -> dict[str, list[str]]:
-        """Names by what is wrong with them."""
-        shapes = self.shapes
-        return {
-            "missing": [n for n in shapes if n not in weights and self.tied.get(n) not in weights],
-            "unknown": sorted(weights.keys() - shapes.keys()),
-            "wrong shape": [
-                f"{name} {tuple(tensor.shape)} for {shapes[name]}"
-                for name, tensor in weights.items()
-                if name in shapes and tuple(tensor.shape) != shapes[name]
-            ],
-        }
-
-    def _differs(self, weights: Mapping[str, Tensor], name: str) -> bool:
-        original = weights.get(self.tied[name])
-        own = weights.get(name)
-        if own is None or original is None or own.data_ptr() == original.data_ptr():
-            return False
-        return not torch.equal(own, original)
-
-
-def _as_in_checkpoints(skeleton: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Split what transformers fuses when it loads a model, such as the experts of a layer."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    return dict(revert_weight_conversion(skeleton, weights))
+        sent = {name: tensor for name, tensor in weights.items() if name not in self.tied}
+        again = self.tied if heads else {}
+        sent |= {name: weights.get(name, weights[original]) for name, original in again.items()}
+        # Split what transformers fuses when it loads a model, such as the experts of a layer.
+        return dict(revert_weight_conversion(self.skeleton, sent))
 
 
 class WeightStore:

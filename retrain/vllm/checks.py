@@ -162,32 +162,23 @@ def _flags(facts: Facts, needs: ServerNeeds) -> Iterator[str]:
         yield from _adapters(facts.lora, needs.lora)
 
 
+def _adapters(found: AdapterSlots | None, wanted: AdapterSlots) -> Iterator[str]:
+    if found is None or found.rank < wanted.rank or found.slots < wanted.slots:
+        has = f"--max-lora-rank {found.rank}, --max-loras {found.slots}" if found else "none"
+        yield (
+            f"can't hold the run's adapters (it has {has}): backend.lora.r is {wanted.rank}, and "
+            f"up to {wanted.slots} versions are in use at the same time (staleness.max + 2, and 1 "
+            f"more with `eval`). Start it with --enable-lora --max-lora-rank {wanted.rank} "
+            f"--max-loras {wanted.slots}, or set sampler.publish: folder"
+        )
+
+
 def _sizes(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
     """The sizes of a server's model that are not those of the run's, as far as both are known."""
     found = found.get("text_config", found)
     known = [name for name in SIZES if None not in (found.get(name), wanted.get(name))]
     other = [name for name in known if found[name] != wanted[name]]
     return ", ".join(f"{name} {found[name]}, expected {wanted[name]}" for name in other)
-
-
-def _adapters(found: AdapterSlots | None, wanted: AdapterSlots) -> Iterator[str]:
-    if found is None:
-        yield (
-            f"serves no adapters. Start it with --enable-lora --max-lora-rank {wanted.rank} "
-            f"--max-loras {wanted.slots}, or set sampler.publish: folder"
-        )
-        return
-    if found.rank < wanted.rank:
-        yield (
-            f"has --max-lora-rank {found.rank}, but backend.lora.r is {wanted.rank}. Raise it to "
-            f"{wanted.rank}"
-        )
-    if found.slots < wanted.slots:
-        yield (
-            f"has --max-loras {found.slots}, but up to {wanted.slots} versions of the adapter are "
-            "in use at the same time (staleness.max + 2, and 1 more with `eval`). Raise it to "
-            f"{wanted.slots}"
-        )
 
 
 async def _check_generate(client: VllmClient, needs: ServerNeeds) -> None:
@@ -197,7 +188,7 @@ async def _check_generate(client: VllmClient, needs: ServerNeeds) -> None:
     await client.resume()  # a run that was killed while it published left the server paused
     try:
         async with asyncio.timeout(FIRST_REQUEST):
-            reply = await client.generate(body)
+            await client.generate(body)
     except TimeoutError:
         raise _wrong(
             client, f"did not sample one token in {FIRST_REQUEST:g} s. Restart it, and read its log"
@@ -206,8 +197,6 @@ async def _check_generate(client: VllmClient, needs: ServerNeeds) -> None:
         if (problem := _refusal(error, needs)) is None:
             raise
         raise _wrong(client, problem) from error
-    if not reply["choices"][0].get("weight_versions"):
-        raise _wrong(client, "does not return weight versions. Upgrade it to vLLM 0.32 or later")
 
 
 def _refusal(error: RemoteError, needs: ServerNeeds) -> str | None:

@@ -93,9 +93,6 @@ class VllmClient:
         self._control = HttpClient(url, secrets=secrets, policy=ASKING, outlook=outlook)
         self.url = self._control.url
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.url!r})"
-
     async def __aenter__(self) -> Self:
         return self
 

@@ -19,15 +19,13 @@ SECONDS = 20.0
 
 def environment_problem(python: Path) -> str | None:
     """Why `python`, a program, can't start vLLM. No answer in time is no problem."""
-    environment = plain_environment()
-    for name in [name for name in environment if name.startswith("PYTHON")]:
-        del environment[name]  # as for the server
+    kept = {k: v for k, v in plain_environment().items() if not k.startswith("PYTHON")}
     path = python.absolute()
     try:
         done = subprocess.run(
             [path, "-c", QUESTION],
             cwd=path.parent,
-            env=environment,
+            env=kept,  # as for the server
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -53,13 +51,6 @@ def environment_problem(python: Path) -> str | None:
 def devices_problem(devices: Sequence[int]) -> str | None:
     """Which of the devices are not on this machine, as far as nvidia-smi says."""
     found = present_devices() if devices else None
-    missing = [number for number in devices if found is not None and number >= found]
-    if not missing:
+    if found is None or max(devices) < found:
         return None
-    there = "one device, 0" if found == 1 else f"{found} devices, 0 to {(found or 0) - 1}"
-    return f"got {list(devices)}, but nvidia-smi lists {there}"
-
-
-def unknown_devices(devices: Sequence[int]) -> bool:
-    """Whether devices are asked for that can't be checked: nvidia-smi is missing, or fails."""
-    return bool(devices) and present_devices() is None
+    return f"got {list(devices)}, but nvidia-smi lists {found}, numbered from 0"

@@ -181,7 +181,8 @@ class Fleet:
                 await self.publisher.publish(list(clients), weights, version)
             except PublishError as error:
                 for client, cause in error.failed.items():
-                    if not self._published and await _rejects(client, cause):
+                    answered = isinstance(cause, RemoteError) and cause.status is not None
+                    if not self._published and answered and await client.health():
                         raise AdapterError(
                             f"the vLLM server {client.url} rejects the weights of the model that "
                             f"is trained: {cause}. Start it with the run's `model`"
@@ -253,7 +254,7 @@ class Fleet:
                 f"Its last lines:\n{process.last_lines()}"
             )
         member.restarts += 1
-        url = await process.restart()
+        url = await process.start()
         await member.client.close()
         member.client = VllmClient(url)
 
@@ -270,8 +271,3 @@ class Fleet:
             f"no vLLM server is left: {names} {what} ({'; '.join(sorted(reasons))}). "
             f"To continue from the last checkpoint, {advice} and run again with --resume"
         )
-
-
-async def _rejects(client: VllmClient, error: Exception) -> bool:
-    """Whether a server that lives has refused what was sent."""
-    return isinstance(error, RemoteError) and error.status is not None and await client.health()

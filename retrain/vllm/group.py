@@ -23,7 +23,7 @@ from retrain.supervision.threads import DaemonPool
 from retrain.vllm.checkpoint import parts, sent_type
 from retrain.vllm.client import VllmClient
 from retrain.vllm.delivery import Failures, Weights, WholeDelivery, while_alive
-from retrain.vllm.options import is_loopback
+from retrain.vllm.options import is_here
 from retrain.vllm.transfer import Bucket, address_towards, broadcast, join
 
 BUCKET_BYTES = 256 << 20
@@ -110,8 +110,7 @@ class GroupDelivery(WholeDelivery):
     async def _form(self, servers: list[VllmClient]) -> None:
         """A new group of this process and the workers of all servers."""
         self._leave()
-        hosts = [urllib.parse.urlsplit(server.url).hostname or "" for server in servers]
-        far = [host for host in hosts if not is_loopback(host)]
+        far = [urllib.parse.urlsplit(s.url).hostname or "" for s in servers if not is_here(s.url)]
         own = address_towards(far[0]) if far else "127.0.0.1"
         family = socket.AF_INET6 if ":" in own else socket.AF_INET
         with socket.create_server((own, 0), family=family, backlog=1024) as listening:

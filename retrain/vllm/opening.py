@@ -91,20 +91,21 @@ async def open_vllm(
         found = await _all([_checked(member, needs, opening.logs) for member in members])
         for member, facts in zip(members, found, strict=True):
             member.gate = Capacity(ALL) if facts.lora else None
+        start = options.start_seconds or START
         fleet = Fleet(
             members,
             _publisher(options, opening),
             check=lambda client: check_server(client, needs),
             restarts=options.restarts,
-            outage_seconds=max(opening.outage_seconds, _start(options) if options.python else 0.0),
+            outage_seconds=max(opening.outage_seconds, start if options.python else 0.0),
         )
         sampler = kind(
             fleet,
             opening.tokenizer,
-            _within(opening.limits, found),
+            _within(opening.limits, [facts.context for facts in found]),
             stop_ids=eos_ids(opening.model, opening.tokenizer),
             wants_lora=needs.way == "adapter" and not opening.service,
-            seeds=_seeds(opening, found),
+            seeds=_seeds(found) if opening.service else "ignore",
         )
         stack.pop_all()
     return sampler
@@ -163,11 +164,6 @@ async def _all(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
             await asyncio.wait(tasks)
 
 
-def _start(options: VllmOptions) -> float:
-    """The limit in seconds of the start of a server of ours."""
-    return options.start_seconds or START
-
-
 def _processes(options: VllmOptions, opening: Opening) -> list[VllmServer]:
     """The servers that the run starts, by their number."""
     if options.python is None:
@@ -181,7 +177,7 @@ def _processes(options: VllmOptions, opening: Opening) -> list[VllmServer]:
         gpu_memory=options.gpu_memory,
         cpu=not torch.cuda.is_available(),
         args=options.args,
-        seconds=_start(options),
+        seconds=options.start_seconds or START,
     )
     processes: list[VllmServer] = []
     for first in range(0, len(options.devices) or 1, options.tensor_parallel):
@@ -205,15 +201,11 @@ def _publisher(options: VllmOptions, opening: Opening) -> Publisher:
     )
 
 
-def _within(limits: Limits, found: Sequence[Facts]) -> Limits:
+def _within(limits: Limits, contexts: list[int]) -> Limits:
     """The model's limits, with the shortest context of the servers."""
-    lengths = [one.context for one in found]
-    if limits.context_length is not None:
-        lengths.append(limits.context_length)
-    return replace(limits, context_length=min(lengths))
+    own = [] if limits.context_length is None else [limits.context_length]
+    return replace(limits, context_length=min(contexts + own))
 
 
-def _seeds(opening: Opening, found: Sequence[Facts]) -> Seeds:
-    if not opening.service:
-        return "ignore"
+def _seeds(found: Sequence[Facts]) -> Seeds:
     return "reject" if any(one.cpu for one in found) else "send"

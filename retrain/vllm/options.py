@@ -14,8 +14,9 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from retrain.config.paths import places
+from retrain.engine.available import present_devices
 from retrain.errors import ConfigError, shown
-from retrain.vllm.environment import devices_problem, environment_problem, unknown_devices
+from retrain.vllm.environment import devices_problem, environment_problem
 from retrain.wire.vendors import checked_url
 
 OURS = {
@@ -184,7 +185,11 @@ class VllmOptions(_Options):
             if self.way(lora=lora) == "group":
                 yield "folder: has no effect because `publish` is group; remove it"
         elif self.way(lora=lora) != "group":
-            yield from map(_far, filterfalse(_is_here, self.urls))
+            for url in filterfalse(is_here, self.urls):
+                yield (
+                    f"folder: {url} is on another machine, which can't read this one's files; set "
+                    "it to a folder that both can read under the same path"
+                )
 
     def missing(self, base_dir: Path) -> Iterator[str]:
         """What a server that the run starts would not find on this machine."""
@@ -197,7 +202,7 @@ class VllmOptions(_Options):
 
     def warnings(self) -> Iterator[str]:
         """What could not be checked."""
-        if unknown_devices(self.devices):
+        if self.devices and present_devices() is None:
             yield (
                 f"devices: got {self.devices}, but nvidia-smi is missing or fails on this "
                 "machine: without GPUs, the servers will run on the CPU or not start"
@@ -214,21 +219,11 @@ def _is_program(path: Path) -> bool:
     return path.is_file() and os.access(path, os.X_OK)
 
 
-def _is_here(url: str) -> bool:
-    return is_loopback(urllib.parse.urlsplit(url).hostname or "")
-
-
-def _far(url: str) -> str:
-    return (
-        f"folder: {url} is on another machine, which can't read this one's files; set it to a "
-        "folder that both can read under the same path"
-    )
-
-
-def is_loopback(host: str) -> bool:
-    """Whether a host name or address is this machine's loopback."""
+def is_here(url: str) -> bool:
+    """Whether the host of a URL is this machine's loopback."""
+    host = urllib.parse.urlsplit(url).hostname or ""
     try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
+        return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
 

@@ -66,7 +66,9 @@ class VllmSampler:
         self.wants_lora = wants_lora
         self.limits = limits
         self._tokenizer, self._stop_ids, self._seeds = tokenizer, stop_ids, seeds
-        self._version = 0
+        self.context_length, self.vocabulary = limits.context_length, limits.vocabulary
+        self.version = 0
+        """The version of the weights that serve new requests."""
         self._published: set[int] = set()
         """Versions that servers may serve."""
         self._adapters: Leases[int] | None = Leases(fleet.retire) if wants_lora else None
@@ -97,21 +99,6 @@ class VllmSampler:
             kept._adapters = Leases(self.fleet.retire)  # it retires nothing: no `use` follows
             kept._adapters.use(version)
             yield kept
-
-    @property
-    def version(self) -> int:
-        """The version of the weights that serve new requests."""
-        return self._version
-
-    @property
-    def context_length(self) -> int | None:
-        """The maximum number of tokens of prompt and completion together."""
-        return self.limits.context_length
-
-    @property
-    def vocabulary(self) -> int:
-        """Token ids are lower than this."""
-        return self.limits.vocabulary
 
     @property
     def failed(self) -> bool:
@@ -174,13 +161,11 @@ class VllmSampler:
 
         async def score(token_ids: Sequence[int]) -> list[float]:
             async with turns:
-                return await self._score(token_ids)
+                found = await self._rows(token_ids, 0)
+            rows = zip(token_ids[1:], found, strict=True)
+            return [0.0, *(row.get(token, -math.inf) for token, row in rows)]
 
         return list(await asyncio.gather(*map(score, sequences)))
-
-    async def _score(self, token_ids: Sequence[int]) -> list[float]:
-        rows = zip(token_ids[1:], await self._rows(token_ids, 0), strict=True)
-        return [0.0, *(row.get(token, -math.inf) for token, row in rows)]
 
     async def _rows(self, token_ids: Sequence[int], count: int) -> list[dict[int, float]]:
         """The log-probs of each token but the first, and of the `count` likeliest ones (-1: all).
@@ -218,7 +203,8 @@ class VllmSampler:
                         choices = sorted(reply["choices"], key=lambda choice: choice["index"])
                         self._check_labels(choices, version)
                     except (RemoteError, ForeignWeightsError) as error:
-                        self._judge(error, version)
+                        if _is_final(error, version):
+                            raise
                         self.fleet.take_out(member, client, error)
                         if not left:
                             raise
@@ -262,15 +248,6 @@ class VllmSampler:
                 "restarted, or something else changed its weights"
             )
 
-    def _judge(self, error: RemoteError | ForeignWeightsError, version: int | None) -> None:
-        """Raise an error that no other attempt can avoid."""
-        if isinstance(error, ForeignWeightsError):
-            return
-        if error.status == 404 and version is not None:  # it was restarted without the adapter
-            return
-        if not error.retryable:
-            raise error
-
     # --- weights
 
     async def load_weights(self, weights: Mapping[str, Tensor] | LoraWeights, version: int) -> None:
@@ -282,6 +259,12 @@ class VllmSampler:
         if self._adapters is not None:
             self._adapters.add(version)
         await self.fleet.publish(weights, version)
-        self._version = version
+        self.version = version
         if self._adapters is not None:
             self._adapters.use(version)
+
+
+def _is_final(error: AdapterError, version: int | None) -> bool:
+    """Whether no other attempt can avoid it, unlike a 404 of a server that lost its adapters."""
+    gone = version is not None and getattr(error, "status", None) == 404
+    return isinstance(error, RemoteError) and not (error.retryable or gone)

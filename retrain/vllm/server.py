@@ -189,20 +189,16 @@ class VllmServer:
         return f"{killed}{cause(lines)} ({self._log})"
 
     async def start(self) -> str:
-        """Start it; returns its URL once it answers.
+        """Start it, or start it again; returns its URL once it answers.
 
         Raises AdapterError if it ends, or does not answer in time.
         """
+        await self.close()
         write_worker(self._path)
         with closing(_reserved_port()) as reservation:
             port = reservation.getsockname()[1]
             await self._start(port)
         return f"http://{HOST}:{port}"
-
-    async def restart(self) -> str:
-        """End what is left of it, and start it again; returns its URL."""
-        await self.close()
-        return await self.start()
 
     async def close(self) -> None:
         """End it with its engine and its workers."""
