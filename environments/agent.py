@@ -125,7 +125,11 @@ class Agent(Environment):
         _check_names("files", self.files.values())
         _check_names("env", self.env.values())
         for name in (*self.files, self.output):
-            _check_inside(name)
+            path = Path(name)
+            if path.is_absolute() or ".." in path.parts or not path.parts:
+                raise ConfigError(
+                    f"environment: got the file {name!r}, expected one in the working folder"
+                )
 
     async def run(self, endpoint: Endpoint) -> StepResult:
         values = {
@@ -284,12 +288,6 @@ def _unknown(key: str, found: str) -> str:
     )
 
 
-def _check_inside(name: str) -> None:
-    path = Path(name)
-    if path.is_absolute() or ".." in path.parts or not path.parts:
-        raise ConfigError(f"environment: got the file {name!r}, expected one in the working folder")
-
-
 @asynccontextmanager
 async def _folder() -> AsyncIterator[Path]:
     """A new folder, which is removed in a thread: an agent may leave many files."""
@@ -302,8 +300,9 @@ async def _folder() -> AsyncIterator[Path]:
 
 def _variables(values: Mapping[str, Any]) -> dict[str, str]:
     """Where SDKs find the endpoint; `python` is the interpreter of the run."""
+    own = os.path.dirname(sys.executable)
     return {
-        "PATH": _search_path(),
+        "PATH": os.pathsep.join([own, os.environ.get("PATH", os.defpath)]),
         "OPENAI_BASE_URL": values["base_url"],
         "OPENAI_API_BASE": values["base_url"],
         "OPENAI_API_KEY": values["api_key"],
@@ -312,10 +311,6 @@ def _variables(values: Mapping[str, Any]) -> dict[str, str]:
         "ANTHROPIC_API_KEY": values["api_key"],
         "ANTHROPIC_MODEL": values["model"],
     }
-
-
-def _search_path() -> str:
-    return os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
 
 
 def _filled(text: str, values: Mapping[str, Any]) -> str:

@@ -29,14 +29,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, ClassVar, Self, TextIO, cast
 from urllib.parse import urlsplit
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from retrain import (
     ConfigError,
@@ -63,8 +56,6 @@ TRUST_SECONDS = 1.0
 """How long sessions that are shared count as alive: else each rollout would ask."""
 MOST_LOG = 2**20
 """Bytes of a server's output that may be kept."""
-SECRET = "env", "headers"
-"""The keys of a server whose values no error shows."""
 TAIL = 1000
 """Characters of a server's last output in an error."""
 
@@ -90,15 +81,6 @@ def _printed(record: logging.LogRecord) -> bool:
     return False
 
 
-def _check_strings(key: str, given: Any) -> None:
-    """Raise ValueError, which shows no value, unless `given` is a mapping of strings."""
-    if not isinstance(given, Mapping):
-        raise ValueError(f"{key}: expected a mapping of strings")
-    for name, text in given.items():
-        if not isinstance(text, str):
-            raise ValueError(f"{key}.{name}: expected a string; put the value in quotes")
-
-
 class Server(BaseModel):
     """A server: a program, or a URL."""
 
@@ -112,26 +94,13 @@ class Server(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _written_out(cls, given: Any) -> Any:
-        if isinstance(given, str):
-            words = ", ".join((["python"] if given.endswith(".py") else []) + given.split())
-            raise ValueError(f"expected a mapping, such as {{command: [{words}]}}")
-        return given
-
-    @model_validator(mode="before")
-    @classmethod
     def _without_secrets(cls, given: Any) -> Any:
         """Check the strings here: an error of a single field would show its value."""
         if isinstance(given, Mapping):
-            for key in given.keys() & set(SECRET):
-                _check_strings(key, given[key])
-        return given
-
-    @field_validator("command", mode="before")
-    @classmethod
-    def _in_words(cls, given: Any) -> Any:
-        if isinstance(given, str):
-            raise ValueError(f"expected a list: [{', '.join(given.split())}]")
+            for key in given.keys() & {"env", "headers"}:
+                texts = given[key].values() if isinstance(given[key], Mapping) else [None]
+                if not all(isinstance(text, str) for text in texts):
+                    raise ValueError(f"{key}: expected a mapping of strings; quote other values")
         return given
 
     @model_validator(mode="after")
@@ -389,11 +358,9 @@ class Connection:
 
         try:
             result = await self.client.call_tool(name, dict(arguments))
-        except MCPError as error:
-            if error.code in OF_THE_MODEL:
-                raise ToolError(error.message) from None
-            raise self._fault(f"failed in a call of {name}", error) from error
         except Exception as error:
+            if isinstance(error, MCPError) and error.code in OF_THE_MODEL:
+                raise ToolError(error.message) from None
             raise self._fault(f"failed in a call of {name}", error) from error
         text = "\n".join(map(_text, result.content))
         if result.is_error:

@@ -28,6 +28,7 @@ from retrain import (
     Prompt,
     Row,
     StepResult,
+    find_file,
     in_thread,
     program_in,
     run_program,
@@ -36,6 +37,7 @@ from retrain import (
 from . import _queries
 from ._queries import WRONG, queried
 
+SHOP = Path(__file__).resolve().parent.parent / "data" / "shop.sql"
 START_SECONDS = 2.0
 """What the process of a query may take in addition, to start and to end."""
 SHOWN = 5
@@ -71,7 +73,8 @@ class Sql(Environment):
         for name, value in {"attempts": attempts, "seconds": seconds, "rows": rows}.items():
             if value <= 0:
                 raise ConfigError(f"environment.{name}: got {value}, expected more than 0")
-        self.database = opened(found(database, base_dir))
+        path = SHOP if database is None else find_file(database, base_dir, "environment.database: ")
+        self.database = opened(path)
         self.schema, self.attempts, self.seconds, self.rows = schema, attempts, seconds, rows
 
     def check_row(self, row: Row) -> None:
@@ -160,18 +163,6 @@ class Database:
         if isinstance(rows, str):
             raise ValueError(rows)
         return rows
-
-
-def found(database: str | None, base_dir: Path) -> Path:
-    """The file; a relative path is resolved in the config's folder, then in the working folder."""
-    if database is None:
-        return Path(__file__).resolve().parent.parent / "data" / "shop.sql"
-    tried = [folder / database for folder in (base_dir, Path.cwd())]
-    for path in tried:
-        if path.is_file():
-            return path
-    places = " or ".join(str(path) for path in dict.fromkeys(tried))
-    raise ConfigError(f"environment.database: there is no file {places}")
 
 
 @lru_cache(maxsize=8)

@@ -13,6 +13,7 @@ from retrain.supervision.threads import DaemonPool as DaemonPool, in_thread as i
 from retrain.config import RunConfig as RunConfig, load_config as load_config
 from retrain.config import parse_config as parse_config
 from retrain.config.paths import CODE_OPTIONS as CODE_OPTIONS, find_command as find_command
+from retrain.config.paths import find_file as find_file
 from retrain.config.plugins import find_function as find_function, find_object as find_object
 from retrain.environment import Action as Action, Endpoint as Endpoint
 from retrain.environment import Environment as Environment

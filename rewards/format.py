@@ -61,17 +61,13 @@ class Format(RewardCalculator):
                 between.append(text[end:start])
                 end = start + len(part)
         between.append(text[end:])
-        return [*held, all(held) and self.fits(between)]
-
-    def fits(self, between: list[str]) -> bool:
-        """Whether there is text in the gaps of the template, and nowhere else."""
-        wanted = [False]
+        wanted = [False]  # text in the gaps of the template, and nowhere else
         for piece in self.pieces:
             if piece == "...":
                 wanted[-1] = True
             else:
                 wanted.append(False)
-        return [bool(text.strip()) for text in between] == wanted
+        return [*held, all(held) and [bool(text.strip()) for text in between] == wanted]
 
 
 def _template(tags: list[str]) -> str:

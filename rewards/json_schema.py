@@ -53,10 +53,8 @@ class JsonSchema(RewardCalculator):
         if self.column is None or self.checking < 0:
             return
         started = time.perf_counter()
-        try:
-            self.of_row(row.metadata)
-        finally:
-            self.checking -= time.perf_counter() - started
+        self.of_row(row.metadata)
+        self.checking -= time.perf_counter() - started
 
     async def calculate(self, trajectory: Trajectory) -> float:
         validator = self.validator or self.of_row(trajectory.prompt.metadata)
@@ -74,13 +72,10 @@ class JsonSchema(RewardCalculator):
             names = ", ".join(row) or "none"
             raise ValueError(f"column `{self.column}` is missing; its columns are {names}")
         schema = row[self.column]
-        if isinstance(schema, str):
-            return _read(schema)
         try:
-            text = json.dumps(schema, sort_keys=True)
-        except (TypeError, ValueError):  # YAML has dates, and keys of several types
+            return _read(schema if isinstance(schema, str) else json.dumps(schema, sort_keys=True))
+        except TypeError:  # YAML has dates, and keys of several types
             return _validator(schema)
-        return _read(text)
 
 
 @lru_cache(maxsize=1024)

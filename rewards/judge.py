@@ -9,6 +9,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal, NoReturn
@@ -138,10 +139,8 @@ class Judge(RewardCalculator):
         if unknown := sorted(used - set(PLACES)):
             names = ", ".join(f"{{{name}}}" for name in PLACES)
             raise ValueError(f"template: got {{{unknown[0]}}}, expected one of {names}")
-        if "completion" not in used and "conversation" not in used:
-            raise ValueError(
-                "template: has no {completion} or {conversation}, so it judges nothing"
-            )
+        if not used & {"completion", "conversation"}:
+            raise ValueError("template: expected {completion} or {conversation}, which is judged")
         pairwise = self.mode == "pairwise"
         if pairwise != ("other" in used):
             raise ValueError("template: {other}, the second reply, belongs to mode pairwise only")
@@ -153,7 +152,7 @@ class Judge(RewardCalculator):
         if unknown := sorted(set(self.weights) - set(self.criteria)):
             raise ValueError(f"weights: got {unknown[0]!r}, which is not in criteria")
         if not self.scale[0] < self.scale[1]:
-            raise ValueError(f"scale: got {list(self.scale)}, expected [low, high], low below high")
+            raise ValueError(f"scale: got {list(self.scale)}, expected [low, high]")
         if self.criteria and not sum(self.weights.values()) > 0:
             raise ValueError("weights: their sum is not above 0")
         if self.attempts < 1:
@@ -164,12 +163,10 @@ class Judge(RewardCalculator):
     def check_group(self, size: int) -> None:
         if self.mode != "pairwise":
             return
-        if size < 2:
-            raise ValueError("mode: pairwise compares the rollouts of a group, so it needs two")
-        if self.rivals >= size:
+        if size < max(2, self.rivals + 1):
             raise ValueError(
-                f"rivals: got {self.rivals}, expected less than the rollouts of a group; 0 "
-                "compares with all others"
+                f"mode: pairwise compares the rollouts of a group, and got {size} for rivals "
+                f"{self.rivals}, expected at least {max(2, self.rivals + 1)}"
             )
 
     async def setup(self) -> None:
@@ -210,12 +207,18 @@ class Judge(RewardCalculator):
         chosen = list(pairs(len(group), self.rivals))
         calls = (self._better(group[first], group[second]) for first, second in chosen)
         results: list[Any] = await asyncio.gather(*calls, return_exceptions=True)
-        errors = [result for result in results if isinstance(result, BaseException)]
-        for error in errors:
-            if not isinstance(error, Exception) or isinstance(error, BudgetError):
-                raise error
-        unknown = failed(errors) if errors else 0.5
-        return [fmean(won) if won else unknown for won in wins_of(len(group), chosen, results)]
+        wins: list[list[float]] = [[] for _ in group]
+        unknown: Any = 0.5  # of a rollout without a comparison that succeeded
+        for (first, second), share in zip(chosen, results, strict=True):
+            if isinstance(share, BudgetError) or not isinstance(share, float | Exception):
+                raise share
+            if isinstance(share, Exception):
+                unknown = UserCodeError(f"no comparison succeeded: {type(share).__name__}: {share}")
+                unknown.__cause__ = share
+            else:
+                wins[first].append(share)
+                wins[second].append(1.0 - share)
+        return [fmean(won) if won else unknown for won in wins]
 
     async def _better(self, first: Trajectory, second: Trajectory) -> float:
         """The share that the first of two replies wins, asked in both orders."""
@@ -243,13 +246,11 @@ class Judge(RewardCalculator):
             "other": other.completion if other else "",
         }
         # The tag depends on the text, so a text that contains its own tag can't be written.
-        known = {"rubric": self._rubric()} | {n: quoted(n, text) for n, text in texts.items()}
+        asked = [f"- {name}: {question}" for name, question in self.criteria.items()]
+        known = {n: quoted(n, text) for n, text in texts.items()}
+        known["rubric"] = "\n".join([self.rubric, *asked])
         template = self.template.replace(NO_ANSWER, "") if unanswered else self.template
         return re.sub(r"\{(\w+)\}", lambda found: known[found[1]], template)
-
-    def _rubric(self) -> str:
-        asked = [f"- {name}: {question}" for name, question in self.criteria.items()]
-        return "\n".join([self.rubric, *asked])
 
     def _ending(self) -> str:
         """What the judge ends its reply with."""
@@ -269,9 +270,8 @@ class Judge(RewardCalculator):
         if self.reply == "score":
             said = last(rf"score\W*?{NUMBER}", text) or last(rf"^\W*?{NUMBER}\W*$", text)
             return {"": self._scaled(float(said))} if said else no_score(text)
-        if self.criteria:
-            return {name: self._scaled(value_in(text, name)) for name in self.criteria}
-        return {"": self._scaled(value_in(text, "score"))}
+        names = {name: name for name in self.criteria} or {"": "score"}
+        return {name: self._scaled(value_in(text, key)) for name, key in names.items()}
 
     def _scaled(self, score: float) -> float:
         low, high = self.scale
@@ -351,47 +351,22 @@ def winner(text: str) -> float:
     return {"a": 1.0, "b": 0.0, "tie": 0.5}[said.lower()] if said else no_score(text)
 
 
-def wins_of(
-    count: int, chosen: Sequence[tuple[int, int]], results: Sequence[Any]
-) -> list[list[float]]:
-    """The shares that each of `count` rollouts won in the comparisons that succeeded."""
-    wins: list[list[float]] = [[] for _ in range(count)]
-    for (first, second), share in zip(chosen, results, strict=True):
-        if not isinstance(share, BaseException):
-            wins[first].append(share)
-            wins[second].append(1.0 - share)
-    return wins
-
-
-def failed(errors: Sequence[BaseException]) -> UserCodeError:
-    """The verdict on a rollout whose comparisons all failed: no reward of 0, but its error."""
-    error = UserCodeError(f"no comparison succeeded: {type(errors[0]).__name__}: {errors[0]}")
-    error.__cause__ = errors[0]
-    return error
-
-
 def last(pattern: str, text: str) -> str:
     found = re.findall(pattern, text, re.IGNORECASE | re.MULTILINE)
     return str(found[-1]) if found else ""
 
 
-def last_object(text: str) -> Any:
-    """The last JSON object in a text; None without one."""
-    decoder = json.JSONDecoder()
-    for start in reversed([found.start() for found in re.finditer(r"\{", text)][-50:]):
-        try:
-            return decoder.raw_decode(text, start)[0]
-        except ValueError:
-            continue
-    return None
-
-
 def value_in(text: str, name: str) -> float:
     """A number in the last JSON object of a text; raises ValueError if there is none."""
-    try:
-        return float(str(last_object(text)[name]))  # true is no 1
-    except (KeyError, TypeError, ValueError):
-        no_score(text)
+    for start in reversed([found.start() for found in re.finditer(r"\{", text)][-50:]):
+        try:
+            last_object = json.JSONDecoder().raw_decode(text, start)[0]
+        except ValueError:
+            continue
+        with suppress(KeyError, ValueError):
+            return float(str(last_object[name]))  # true is no 1
+        break
+    return no_score(text)
 
 
 def no_score(text: str) -> NoReturn:

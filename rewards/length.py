@@ -31,7 +31,6 @@ class Length(RewardCalculator):
 
 
 def length_of(trajectory: Trajectory, unit: Unit) -> int:
-    """The length in this unit."""
     if unit == "tokens":
         return trajectory.sampled_tokens
     text = trajectory.completion

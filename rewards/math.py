@@ -69,8 +69,7 @@ class Math(RewardCalculator):
             _LOG.warning("reward '%s': %s, so its rollouts will fail%s", name, problem, more)
 
     def readable(self, answer: str) -> bool:
-        """Reads answers with delimiters, which may not close: any other text that is not empty is
-        taken to have an expression."""
+        """Any text without delimiters, which may not close, is taken to have an expression."""
         if not answer.strip() or not DELIMITER.search(answer):
             return bool(answer.strip())
         started = time.perf_counter()

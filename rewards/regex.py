@@ -32,19 +32,14 @@ class Regex(RewardCalculator):
         try:
             self.pattern = regex.compile(pattern)
         except regex.error as error:
-            raise ValueError(
-                f"pattern: got {pattern!r}, expected a regular expression ({error})"
-            ) from None
-        if group is not None and group not in (*range(self.pattern.groups + 1), *self.names):
+            raise ValueError(f"pattern: got {pattern!r}, which is invalid: {error}") from None
+        groups = (*range(self.pattern.groups + 1), *self.pattern.groupindex)
+        if group is not None and group not in groups:
             raise ValueError(f"group is {group}, which the pattern {pattern!r} does not have")
         if timeout <= 0:
             raise ValueError(f"timeout is {timeout:g}, expected a number > 0")
         self.full, self.group, self.reasoning, self.timeout = full, group, reasoning, timeout
         self.needs_answer = group is not None
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(self.pattern.groupindex)
 
     async def calculate(self, trajectory: Trajectory) -> float | Reward:
         answer, turns = trajectory.prompt.answer, trajectory.turns

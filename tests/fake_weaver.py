@@ -169,7 +169,7 @@ class FakeWeaver:
                 route("sessions/{id}/heartbeat", "POST", lambda **_: Response(status_code=204)),
                 route("sessions/{id}/models", "POST", self.create_model),
                 route("sessions/{id}/sampling-sessions", "POST", self.create_sampler),
-                route("supported-models", "GET", self.supported),
+                route("supported-models", "GET", lambda **_: {"items": []}),
                 route("models/{id}/forward-passes", "POST", self.train),
                 route("models/{id}/forward-backward-passes", "POST", self.train),
                 route("models/{id}/optimizer-steps", "POST", self.train),
@@ -254,14 +254,6 @@ class FakeWeaver:
             self.looks[operation[self.spelling]] = -(10**9)
             self.hanging.set()
         return 202, {"sampling_session": session, "sync_operation": operation}
-
-    def supported(self, request: Request, **_: Any) -> Any:
-        names = [f"base/model-{n}" for n in range(150)]
-        start = int(request.query_params["offset"])
-        end = start + int(request.query_params["limit"])
-        resource = {"tokenizer": {"path": "/tokenizer"}}
-        items = [{"name": name, "config": {"resource": resource}} for name in names[start:end]]
-        return {"items": items, "pagination": {"total_count": len(names)}}
 
     def delete_sampler(self, id: str, **_: Any) -> Response:
         if self.samplers.pop(id, None) is None:

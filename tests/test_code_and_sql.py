@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sqlite3
 from pathlib import Path
@@ -12,19 +13,15 @@ import pytest
 from environments.code import Code
 from environments.echo import Echo
 from environments.sql import Sql
-from retrain import Action, ConfigError, Prompt, StepResult, Trajectory, Turn
+from retrain import Action, ConfigError, Prompt, StepResult
 from retrain.assembly import assemble
 from retrain.assembly import rows as assembly_rows
 from retrain.assembly.build import row_checks
 from retrain.config import parse_config
-from retrain.sandbox import choice, local
 from retrain.scoring import Scorer
-from retrain.types import Completion
 from rewards.code_tests import CodeTests
-
-needs_sandbox = pytest.mark.skipif(
-    bool(local.why_not("namespaces") and local.why_not("bubblewrap")), reason="no sandbox here"
-)
+from tests.reward_kit import rollout
+from tests.sandbox_kit import needs_sandbox
 
 
 def asking(answer: object, **metadata: Any) -> Prompt:
@@ -75,12 +72,12 @@ async def test_code_runs_other_languages_and_with_packages() -> None:
 
 
 @needs_sandbox
-async def test_code_tests_scores_a_completion() -> None:
-    reward = CodeTests()
-    completion = Completion([1], [0.0], "```\ndef f(x): return 3 * x\n```", "stop", 0)
-    trajectory = Trajectory(asking(SQUARE), [Turn([1], completion)])
+@pytest.mark.parametrize(("score", "value"), [("fraction", 0.5), ("all", 0.0)])
+async def test_code_tests_scores_a_completion(score: Any, value: float) -> None:
+    reward = CodeTests(score=score)
     await reward.setup()
-    assert (await reward.calculate(trajectory)).value == 1.0
+    found = await reward.calculate(rollout("```\ndef f(x): return 9\n```", SQUARE))
+    assert found.value == value
     await reward.close()
 
 
@@ -91,8 +88,8 @@ ROWS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"tests": "def check(f):\n    assert f(1)\ncheck(f)"}, "needs the column `entry_point`"),
     ({"column": "spec"}, {"tests": SQUARE}, "no column `spec`, .* its columns are tests;"),
     ({}, {"n": 3}, "no column `tests` and no `answer`, .* its columns are n;"),
-    ({}, {"tests": "def x(:"}, "the tests are not valid Python: invalid syntax in line 1"),
-    ({}, {"tests": {"inputs": ["1"], "outputs": ["2", "3"]}}, "with 1 inputs and 2 outputs"),
+    ({}, {"tests": "def x(:"}, "the tests are not valid Python: invalid syntax .*line 1"),
+    ({}, {"tests": {"inputs": ["1"], "outputs": ["2", "3"]}}, "expected two equal-sized lists"),
     ({"type": "sql"}, {"answer": "SELEC 1"}, "'SELEC 1'"),
     ({"type": "sql"}, {"query": "SELECT 1"}, "the row has no `answer`, .* columns are query;"),
 ]
@@ -130,15 +127,6 @@ def test_checking_rows_ends_after_a_while_and_spares_environments_without_a_chec
     config = parse_config({"prompts": prompts, "environment": {"type": "sql"}})
     assert any("only the first 1 of 3 rows" in text for text in assemble(config).warnings)
     assert row_checks(Echo(), Scorer([])) == ()
-
-
-@pytest.mark.parametrize("row", [None, "", [], [1]])
-async def test_a_row_without_tests_is_an_error(
-    row: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(choice, "why_not", lambda mode: "")
-    with pytest.raises(ValueError, match="tests are code"):
-        await Code().reset(asking(row))
 
 
 @pytest.mark.parametrize(
@@ -188,18 +176,18 @@ QUERIES = [
     (PAIRS.format(1234567890123, 1234567890124), PAIRS.format(1234567890124, 1234567890123), 0.0),
     (MIXED, f"SELECT * FROM ({MIXED}) ORDER BY x DESC", 1.0),
     (f"{MIXED} /* order by */", f"SELECT * FROM ({MIXED}) ORDER BY x DESC", 1.0),
-    ("SELECT 1 AS [order by] UNION SELECT 2", "SELECT 2 UNION ALL SELECT 1", 1.0),
-    ("SELECT 1 AS `order by` UNION SELECT 2", "SELECT 2 UNION ALL SELECT 1", 1.0),
-    ('SELECT 1 AS "order by" UNION SELECT 2', "SELECT 2 UNION ALL SELECT 1", 1.0),
+    ("SELECT 1 AS [order by], 2 AS `order by`, 3 AS \"order by\" UNION SELECT 4, 5, 6",
+     "SELECT 4, 5, 6 UNION ALL SELECT 1, 2, 3", 1.0),
     ("SELECT 1 AS x UNION SELECT 2 ORDER /* ( */ BY x", "SELECT 2 UNION ALL SELECT 1", 0.0),
     ("SELECT 1", "", 0.0),
     ("SELECT 1", "SELECT '\ud800'", 0.0),
-]
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("answer", "query", "reward"), QUERIES)
-async def test_a_query_is_right_if_its_result_is(answer: str, query: str, reward: float) -> None:
-    assert values(await played(Sql(), asking(answer), query)) == [(reward, True)]
+async def test_a_query_is_right_if_its_result_is() -> None:
+    given = [played(Sql(), asking(answer), query) for answer, query, _ in QUERIES]
+    found = [values(results) for results in await asyncio.gather(*given)]
+    assert found == [[(reward, True)] for *_, reward in QUERIES]
 
 
 ENDLESS = "WITH RECURSIVE x(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM x)"

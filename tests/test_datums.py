@@ -34,25 +34,6 @@ def samples(draw: st.DrawFn) -> Sample:
     )
 
 
-def test_a_worked_example_is_shifted_by_one() -> None:
-    sample = Sample(
-        token_ids=[7, 8, 9, 10],
-        loss_mask=[0, 0, 1, 1],
-        logprobs=[0.0, 0.0, -0.5, -0.25],
-        advantages=[0.0, 0.0, 2.0, 3.0],
-        versions=[-1, -1, 4, 4],
-        streams={"reference_logprobs": [0.0, -0.1, -0.2, -0.3]},
-    )
-    datum = shift(sample)
-    assert datum.inputs == [7, 8, 9]
-    assert datum.targets == [8, 9, 10]
-    assert datum.mask == [0.0, 1.0, 1.0]
-    assert datum.logprobs == [0.0, -0.5, -0.25]
-    assert datum.advantages == [0.0, 2.0, 3.0]
-    assert datum.streams == {"reference_logprobs": [-0.1, -0.2, -0.3]}
-    assert datum.trained
-
-
 @given(samples())
 def test_every_target_keeps_its_own_values_and_follows_its_own_context(sample: Sample) -> None:
     datum = shift(sample)
@@ -64,12 +45,6 @@ def test_every_target_keeps_its_own_values_and_follows_its_own_context(sample: S
         assert datum.logprobs[t] == (sample.logprobs[t + 1] if kept else 0.0)
         assert datum.advantages[t] == (sample.advantages[t + 1] if kept else 0.0)
         assert datum.streams["reference_logprobs"][t] == sample.streams["reference_logprobs"][t + 1]
-
-
-def test_a_sample_of_one_token_is_refused() -> None:
-    lonely = Sample([5], [1], [-0.1], [1.0], [0], group_id="0.3.0")
-    with pytest.raises(ValueError, match=r"'0\.3\.0'.*1.*2"):
-        shift(lonely)
 
 
 @pytest.mark.parametrize("name", ["logprobs", "advantages"])

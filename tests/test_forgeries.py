@@ -268,19 +268,9 @@ async def test_programs_pass_the_tests_that_hold(sandbox: Sandbox) -> None:
     assert "1 CPU" in graded[-1].feedback
 
 
-@pytest.mark.parametrize(
-    ("tests", "message"),
-    [
-        (None, "'None'"),
-        ([], "expected a list or code"),
-        ("assert (", "Python: .*line 1"),
-        ("import os; def", "the tests are not valid Python"),
-        ([{"input": "1"}], "got tests"),
-        ([1], "tests are code"),
-    ],
-)
-def test_wrong_tests_are_an_error(tests: object, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+@pytest.mark.parametrize("tests", [None, [], "", [{"input": "1"}], [1]])
+def test_wrong_tests_are_an_error(tests: object) -> None:
+    with pytest.raises(ValueError, match=r"got .*tests are code"):
         read_tests(tests)
 
 

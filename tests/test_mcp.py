@@ -251,16 +251,13 @@ async def test_a_server_is_reached_by_http_with_headers_and_again_after_a_restar
             "servers.0.headers.A: the environment variable NOT_SET_HERE is not set",
         ),
         ([{"url": "http://x", "headers": "sk-secret"}], "servers.0: headers: expected a mapping"),
-        (
-            [{"command": ["sh"], "env": {"A": ["sk-secret"]}}],
-            "servers.0: env.A: expected a string; put the value in quotes",
-        ),
+        ([{"command": ["sh"], "env": {"A": ["sk-secret"]}}], "servers.0: env: expected a mapping"),
         (
             [{"comand": ["sh"]}],
             "servers.0.comand: unknown key; did you mean environment.servers.0.com",
         ),
-        ([{"command": "sh x"}], "servers.0.command: got 'sh x', expected a list: [sh, x]"),
-        (["x.py"], "servers.0: got 'x.py', expected a mapping, such as {command: [python, x.py]}"),
+        ([{"command": "sh x"}], "servers.0.command: got 'sh x', expected a list"),
+        (["x.py"], "servers.0: got 'x.py', expected a mapping"),
     ],
 )
 def test_wrong_servers_are_reported_before_the_run(servers: list[Any], problem: str) -> None:
@@ -277,25 +274,19 @@ def test_servers_may_be_mappings_in_python() -> None:
         Mcp(servers=[{"command": ["sh"], "prefix": 1}])  # type: ignore[list-item]
 
 
-async def test_a_context_that_cancels_itself_or_exits_fails_for_who_opens_it() -> None:
+@pytest.mark.parametrize(
+    ("ending", "error"), [(asyncio.CancelledError(), ConnectionError), (SystemExit(3), SystemExit)]
+)
+async def test_a_context_that_cancels_itself_or_exits_fails_for_who_opens_it(
+    ending: BaseException, error: type[BaseException]
+) -> None:
     @asynccontextmanager
-    async def failing(how: str) -> AsyncIterator[None]:
-        await asyncio.sleep(0)
-        if how == "exits":
-            raise SystemExit(3)
-        task = asyncio.current_task()
-        assert task is not None
-        task.cancel()
-        await asyncio.sleep(0)
+    async def failing() -> AsyncIterator[None]:
+        raise ending
         yield
 
-    context = ContextTask(partial(failing, "cancels"), "sessions")
-    problem = "^sessions: the context cancelled itself while it opened$"
-    with pytest.raises(ConnectionError, match=problem):
-        await context.open()
-    await context.close()
-    context = ContextTask(partial(failing, "exits"), "sessions")
-    with pytest.raises(SystemExit, match="3"):
+    context = ContextTask(failing, "sessions")
+    with pytest.raises(error):
         await context.open()
     await context.close()
 

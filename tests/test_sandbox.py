@@ -289,11 +289,6 @@ assert job.reply()["code"] == -9 and "error" not in job.reply()
 """
 
 
-@needs_sandbox
-def test_an_init_that_dies_as_the_program_takes_the_memory_is_its_failure() -> None:
-    subprocess.run([sys.executable, "-c", NEAR], check=True, timeout=60)
-
-
 STARVED = """
 import os, resource, signal
 from retrain.sandbox import jail
@@ -306,8 +301,9 @@ os.kill(program, 9)
 
 
 @needs_sandbox
-def test_what_starves_the_init_is_the_failure_of_the_program() -> None:
-    subprocess.run([sys.executable, "-c", STARVED], check=True, timeout=60)
+@pytest.mark.parametrize("script", [NEAR, STARVED], ids=["near", "starved"])
+def test_an_init_that_the_program_starves_is_its_failure(script: str) -> None:
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
 
 
 async def test_a_server_that_dies_fails_its_programs_and_is_replaced(sandbox: LocalSandbox) -> None:

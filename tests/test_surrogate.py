@@ -163,21 +163,6 @@ def test_a_diverged_policy_is_an_error_not_a_number() -> None:
         surrogate("importance_sampling", {}, [[0.0]], one(-800.0, 1.0))
 
 
-def test_drift_is_zero_where_the_learner_is_the_sampler() -> None:
-    rows, _ = datums(0)
-    same = surrogate("ppo", {}, [d.logprobs for d in rows], rows).metrics
-    assert same["kl/sampler_trainer"] == 0.0
-    assert same["clip_fraction"] == 0.0
-    assert same["ratio/mean"] == 1.0
-    kept = [lp for d in rows for lp, m in zip(d.logprobs, d.mask, strict=True) if m]
-    assert same["entropy"] == pytest.approx(-sum(kept) / len(kept))
-
-
-def test_a_batch_without_trained_tokens_has_no_drift() -> None:
-    got = surrogate("dro", {}, [[]], [Shifted([], [], [], [], [])])
-    assert got.metrics["tokens/trained"] == 0.0
-
-
 @pytest.mark.parametrize(
     ("schedule", "step", "rate"),
     [

@@ -79,17 +79,6 @@ async def test_a_round_of_training_works_on_every_kind_of_server(peer: Peer) -> 
     assert server.unloaded == ([] if peer.finishes else list(server.models))
 
 
-async def test_forward_adds_no_gradients_on_either_wire() -> None:
-    for peer in (HOSTED, OPEN_RL):
-        server = TinkerServer(peer)
-        async with tinker(server) as client:
-            model = await client.create_model("org/base")
-            await (await model.forward([datum(3, 4)]))
-            await (await model.optim_step(ADAM))
-        assert server.models[model.model_id].applied == [0]
-    assert server.calls["forward"] == 1, "a JSON server has forward as an endpoint of its own"
-
-
 AMBIGUOUS: list[httpx.Response | Exception] = [
     httpx.ReadError("lost"),
     httpx.Response(500),
@@ -328,16 +317,6 @@ async def test_a_session_that_the_service_ended_gets_no_more_heartbeats(
     assert "was ended by the service" in caplog.text
 
 
-async def test_a_wrong_key_is_refused_without_being_shown() -> None:
-    server = TinkerServer(key="tml-right")
-    with pytest.raises(RemoteError, match="check the API key") as raised:
-        async with tinker(server, api_key="tml-wrong"):
-            pass
-    assert "tml-wrong" not in f"{raised.value}"
-    async with tinker(server, api_key="tml-right") as client:
-        assert "tml-right" not in repr(client)
-
-
 async def test_a_token_is_traded_for_the_key_and_renewed_when_it_expires() -> None:
     tokens = iter(["jwt-1", "jwt-2"])
     seen: list[tuple[str, str]] = []
@@ -357,6 +336,7 @@ async def test_a_token_is_traded_for_the_key_and_renewed_when_it_expires() -> No
     server = TinkerServer()
     async with tinker(server, http=httpx.MockTransport(answer)) as client:
         await client.saved_model("tinker://x")
+        assert "tml-k" not in repr(client)
     assert [pair for pair in seen if pair[0] in ("token", "weights_info")] == [
         ("token", "tml-k"),
         ("weights_info", "jwt-1"),
@@ -422,15 +402,3 @@ async def test_paths_of_the_wrong_kind_are_refused_before_they_are_sent() -> Non
             await client.load_model("tinker://m:train:0/sampler_weights/a")
         with pytest.raises(ValueError, match="expected one"):
             await client.sampling_session()
-
-
-async def test_deleted_weights_are_gone_and_deleting_them_twice_is_no_error() -> None:
-    server = TinkerServer()
-    async with tinker(server) as client:
-        model = await client.create_model("org/base")
-        path = await (await model.save_weights("a"))
-        await client.delete(path)
-        await client.delete(path)
-        with pytest.raises(RemoteError) as raised:
-            await client.saved_model(path)
-    assert raised.value.status == 404

@@ -195,11 +195,9 @@ async def test_calls_are_answered_in_order_and_a_reply_without_calls_ends_the_ep
 @pytest.mark.parametrize("name", ["meet", "meet_in_threads"])
 async def test_the_calls_of_a_reply_run_at_the_same_time(name: str) -> None:
     environment = await ready(name)
+    calls = [(name, {"name": letter}) for letter in "ab"]
     async with asyncio.timeout(30):
-        assert await answers(environment, (name, {"name": "a"}), (name, {"name": "b"})) == [
-            "a",
-            "b",
-        ]
+        assert await answers(environment, *calls) == ["a", "b"]
 
 
 async def test_each_rollout_has_an_object_of_its_own_that_knows_the_prompt() -> None:
@@ -347,11 +345,7 @@ def test_what_is_no_tool_is_reported_at_once_with_what_to_add(tmp_path: Path) ->
     ]
     for problem, start in zip(caught.value.problems, expected, strict=True):
         assert problem.startswith(f"environment.tools.{start}")
-    for keys in (
-        {"tools": []},
-        {"tools": [CALC], "max_turns": 0},
-        {"tools": [CALC], "tool_seconds": 0},
-    ):
+    for keys in ({"tools": []}, {"tools": [CALC], "max_turns": 0}):
         with pytest.raises(ConfigError, match=r"environment\.\w+: got (0|an empty list), expected"):
             Tools(**keys, base_dir=ROOT)  # type: ignore[arg-type]
 

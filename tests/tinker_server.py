@@ -180,11 +180,6 @@ class TinkerServer:
 
         return self._ordered(model, body["seq_id"], "load_weights", raw, run)
 
-    def on_get_info(self, body: dict[str, Any], _: bytes) -> Response:
-        model = self.models[body["model_id"]]
-        data = {"model_name": model.base_model, "tokenizer_id": f"{model.base_model}:1"}
-        return JSONResponse({"model_id": body["model_id"], "model_data": data, "lora_rank": 8})
-
     def on_weights_info(self, body: dict[str, Any], _: bytes) -> Response:
         saved = self.saved.get(body["tinker_path"])
         if saved is None:
@@ -261,10 +256,7 @@ class TinkerServer:
         if body["seq_id"] not in session.seen:
             reply = self._job("asample", lambda: self._sampled(session, body))
             session.seen[body["seq_id"]] = json.loads(reply.body)["request_id"]
-        ids = [f"q{i}" for i in range(body["num_samples"])]
-        return JSONResponse(
-            {"request_id": session.seen[body["seq_id"]], "sample_sequence_ids": ids}
-        )
+        return JSONResponse({"request_id": session.seen[body["seq_id"]]})
 
     async def on_retrieve_future(self, body: dict[str, Any], _: bytes) -> Response:
         name = body["request_id"]
@@ -307,10 +299,7 @@ class TinkerServer:
 
     async def _config(self, request: Request) -> Response:
         self.calls["config"] += 1
-        return JSONResponse(self.peer.flags if self.peer.handshake else {}, self._known())
-
-    def _known(self) -> int:
-        return 200 if self.peer.handshake else 404
+        return JSONResponse(self.peer.flags, 200 if self.peer.handshake else 404)
 
     async def _finish(self, request: Request) -> Response:
         if not self.peer.finishes:
@@ -409,26 +398,9 @@ class TinkerServer:
             )
             return Response(encode(result), media_type="application/x-protobuf")
         if isinstance(result, SampleResult):
-            body = {
-                "sequences": [
-                    {
-                        "tokens": list(s.tokens),
-                        "logprobs": list(s.logprobs or ()),
-                        "stop_reason": "stop",
-                    }
-                    for s in result.sequences
-                ],
-                "prompt_logprobs": result.prompt_logprobs,
-            }
-            return JSONResponse(body)
+            return JSONResponse(payloads.sample_to_json(result))
         outputs = [{n: payloads.tensor_to_json(t) for n, t in o.items()} for o in result.outputs]
-        return JSONResponse(
-            {
-                "loss_fn_outputs": outputs,
-                "metrics": dict(result.metrics),
-                "loss_fn_output_type": "scalar",
-            }
-        )
+        return JSONResponse({"loss_fn_outputs": outputs, "metrics": dict(result.metrics)})
 
 
 class Faulty(httpx.AsyncBaseTransport):

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from retrain.algorithms.base import Algorithm
 from retrain.config import RunConfig
 from retrain.config.plugins import Kind, find_plugin
 from retrain.errors import ConfigError, PluginError
-
-ARGUMENTS = "(logprobs, old_logprobs, advantages, mask)"
-_WHERE = "algorithm.loss"
 
 
 def run_loss(config: RunConfig) -> str:
@@ -42,29 +40,22 @@ def custom_loss(config: RunConfig) -> Callable[..., Any] | None:
     if ":" not in loss:
         return None
     function: Callable[..., Any] = find_plugin(
-        Kind("loss", LossFunction, callable), loss, _WHERE, config.base_dir
+        Kind("loss", LossFunction, callable), loss, "algorithm.loss", config.base_dir
     )
-    _check_signature(function, loss)
+    with suppress(ValueError):  # some built-in functions have no signature
+        try:
+            inspect.signature(function).bind(*range(4))
+        except TypeError as error:
+            raise PluginError(
+                f"algorithm.loss: {loss} can't be called with four tensors ({error}); define it "
+                "as (logprobs, old_logprobs, advantages, mask)"
+            ) from None
     if keys := loss_keys(config):
         raise ConfigError(
             f"algorithm.loss_config: got {', '.join(keys)}, but a custom loss takes no keys; give "
             "its arguments default values"
         )
     return function
-
-
-def _check_signature(function: Callable[..., Any], loss: str) -> None:
-    try:
-        signature = inspect.signature(function)
-    except ValueError:  # some built-in functions have none
-        return
-    try:
-        signature.bind(*range(4))
-    except TypeError:
-        raise PluginError(
-            f"{_WHERE}: {loss} is {loss.rpartition(':')[2]}{signature}, which can't be called with "
-            f"four tensors; define it as {ARGUMENTS}"
-        ) from None
 
 
 class LossFunction:

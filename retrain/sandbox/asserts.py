@@ -34,7 +34,10 @@ def code_tests(text: str, entry_point: str = "") -> list[CodeTest]:
     `check(candidate)` is called with the program's function `entry_point`. Raises ValueError if
     there is no test, or the text is no Python.
     """
-    tree = _parsed(text)
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError) as error:
+        raise ValueError(f"the tests are not valid Python: {error}") from None
     program = _program_names(tree, entry_point)
     if wrong := next(_undecidable(tree, program), ""):
         raise ValueError(wrong)
@@ -43,7 +46,7 @@ def code_tests(text: str, entry_point: str = "") -> list[CodeTest]:
     seen = 0
     for node in tree.body:
         tests = [_test(body, program, name) for name, body in _bodies(node, before, entry_point)]
-        if tests or _calls_check(node):
+        if tests or (isinstance(node, ast.Expr) and _owner(node.value) == "check"):
             found, seen = found + tests, len(before)
         else:
             before.append(node)
@@ -65,16 +68,6 @@ def _bodies(
     elif isinstance(node, ast.FunctionDef) and node.name == "check" and entry_point:
         named = _named(node, entry_point)
         yield from (("", body) for body in _parts([*before, named, *node.body]))
-
-
-def _parsed(text: str) -> ast.Module:
-    try:
-        return ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError) as error:
-        line = f" in line {error.lineno}" if isinstance(error, SyntaxError) else ""
-        raise ValueError(
-            f"the tests are not valid Python: {getattr(error, 'msg', error)}{line}"
-        ) from None
 
 
 def _test(body: Sequence[ast.stmt], program: frozenset[str], name: str = "") -> CodeTest:
@@ -202,18 +195,11 @@ def _parts(body: Sequence[ast.stmt]) -> Iterator[Sequence[ast.stmt]]:
     """
     before = [node for node in body if not isinstance(node, ast.Assert)]
     asserts = [node for node in body if isinstance(node, ast.Assert)]
-    if asserts and not _nested(before):
+    nested = any(isinstance(node, ast.Assert) for node in ast.walk(ast.Module(before, [])))
+    if asserts and not nested:
         yield from ([*before, node] for node in asserts if not isinstance(node.test, ast.Constant))
     else:
         yield body
-
-
-def _nested(body: Sequence[ast.stmt]) -> bool:
-    return any(isinstance(node, ast.Assert) for stmt in body for node in ast.walk(stmt))
-
-
-def _calls_check(node: ast.stmt) -> bool:
-    return isinstance(node, ast.Expr) and _owner(node.value) == "check"
 
 
 def _names(node: ast.AST, context: type[ast.expr_context] = ast.expr_context) -> set[str]:

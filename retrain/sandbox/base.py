@@ -38,20 +38,17 @@ class SandboxLimits:
     @classmethod
     def of(cls, given: Mapping[str, Any], where: str) -> SandboxLimits:
         """The limits with the keys of a config; raises ConfigError for a wrong key or value."""
-        problems = [problem for item in given.items() if (problem := _problem(*item))]
+        problems = []
+        for name, value in given.items():
+            number = "a number" if name == "seconds" else "an integer"
+            if name not in cls.__slots__:
+                expected = ", ".join(cls.__slots__)
+                problems.append(f"{where}.{name}: unknown; expected one of {expected}")
+            elif type(value) not in (int, float if name == "seconds" else int) or value <= 0:
+                problems.append(f"{where}.{name}: got {value!r}, expected {number} above 0")
         if problems:
-            raise ConfigError(*(f"{where}.{problem}" for problem in problems))
+            raise ConfigError(*problems)
         return cls(**given)
-
-
-def _problem(name: str, value: Any) -> str:
-    """What is wrong with a limit of a config; empty if nothing is."""
-    names = SandboxLimits.__slots__
-    if name not in names:
-        return f"{name}: unknown; expected one of {', '.join(names)}"
-    kinds, expected = ((int, float), "a number") if name == "seconds" else ((int,), "an integer")
-    good = type(value) in kinds and value > 0
-    return "" if good else f"{name}: got {value!r}, expected {expected} above 0"
 
 
 @dataclass(frozen=True, slots=True)

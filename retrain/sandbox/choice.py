@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
@@ -43,23 +44,19 @@ class SandboxChoice:
     def __post_init__(self) -> None:
         if self.processes is not None and self.processes < 1:
             raise ConfigError(f"{self.where}.processes: got {self.processes}, expected at least 1")
-        if ":" in self.kind or self.kind.endswith(".py"):
-            self._find()
-        elif self.kind != "none":
-            self._mode()
+        self._maker()
 
     def make(self) -> Sandbox:
-        processes = self.processes or os.cpu_count() or 1
-        if ":" in self.kind or self.kind.endswith(".py"):
-            return construct(f"{self.where}.sandbox", self._find())
-        if self.kind == "none":
-            return NoSandbox(processes, self.packages)
-        return LocalSandbox(self._mode(), processes, self.packages)
+        return self._maker()()
 
-    def _find(self) -> type[Sandbox]:
-        kind = Kind("sandbox", Sandbox)
-        found: type[Sandbox] = find_plugin(kind, self.kind, f"{self.where}.sandbox", self.base_dir)
-        return found
+    def _maker(self) -> Callable[[], Sandbox]:
+        where, processes = f"{self.where}.sandbox", self.processes or os.cpu_count() or 1
+        if ":" in self.kind or self.kind.endswith(".py"):
+            found = find_plugin(Kind("sandbox", Sandbox), self.kind, where, self.base_dir)
+            return partial(construct, where, found)
+        if self.kind == "none":
+            return partial(NoSandbox, processes, self.packages)
+        return partial(LocalSandbox, self._mode(), processes, self.packages)
 
     def _mode(self) -> str:
         """The first of the modes that works here."""

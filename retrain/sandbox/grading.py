@@ -14,7 +14,7 @@ import json
 import re
 import secrets
 import signal
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -72,7 +72,8 @@ def tests_of(row: Row | Prompt, column: str | None) -> Tests:
     entry_point = str(columns.get("entry_point") or "")
     if (column or "tests") in columns:
         return read_tests(columns[column or "tests"], entry_point)
-    known = f"{_columns(row)}; set `column` to the right one"
+    names = [*map(str, columns)] + ["answer"] * (row.answer is not None)
+    known = f"its columns are {', '.join(names) or 'none'}; set `column` to the right one"
     if column or row.answer is None:
         wanted = f"`{column}`" if column else "`tests` and no `answer`"
         raise ValueError(f"the row has no column {wanted}, expected its tests; {known}; {FORMS}")
@@ -83,16 +84,14 @@ def tests_of(row: Row | Prompt, column: str | None) -> Tests:
         raise ValueError(f"{what}: {error}; {known}") from None
 
 
-def _columns(row: Row | Prompt) -> str:
-    names = [*row.metadata, *(["answer"] if row.answer is not None else [])]
-    return f"its columns are {', '.join(map(str, names)) or 'none'}"
-
-
 def read_tests(tests: Any, entry_point: str = "") -> Tests:
     """The tests of a row, see docs/sandbox.md for their forms; raises ValueError for others.
 
     `entry_point` is the function that a test file's `check(candidate)` gets.
     """
+    if isinstance(tests, str) and tests.lstrip()[:1] in ("[", "{"):
+        with suppress(ValueError):  # it is code
+            tests = json.loads(tests)  # parquet files often have lists as JSON
     given = _listed(tests)
     if not isinstance(given, Sequence) or not given:
         raise ValueError(f"got the tests {str(tests)[:80]!r}, expected a list or code; {FORMS}")
@@ -102,12 +101,15 @@ def read_tests(tests: Any, entry_point: str = "") -> Tests:
 
 
 def _listed(tests: Any) -> Any:
-    """The list that stands for a single text of code, for JSON or for two lists."""
-    if isinstance(tests, str) and tests.lstrip()[:1] in ("[", "{"):
-        with suppress(ValueError):  # it is code
-            tests = json.loads(tests)  # parquet files often have lists as JSON
+    """As a list: a text of code, or `inputs` and `outputs`."""
     if isinstance(tests, Mapping) and {"inputs", "outputs"} <= tests.keys():
-        return _paired(tests["inputs"], tests["outputs"])
+        inputs, outputs = tests["inputs"], tests["outputs"]
+        lists = all(isinstance(values, list | tuple) for values in (inputs, outputs))
+        if not lists or len(inputs) != len(outputs):
+            raise ValueError(
+                "the tests have `inputs` and `outputs`, expected two equal-sized lists"
+            )
+        return [{"input": i, "output": o} for i, o in zip(inputs, outputs, strict=True)]
     if isinstance(tests, str):
         return [tests] if tests.strip() else []
     return tests
@@ -117,18 +119,6 @@ def _io_test(test: Any) -> IOTest:
     if isinstance(test, Mapping) and {"input", "output"} <= test.keys():
         return IOTest(_text(test["input"]), _text(test["output"]))
     raise ValueError(f"got tests such as {str(test)[:80]!r}; {FORMS}")
-
-
-def _paired(inputs: Any, outputs: Any) -> list[dict[str, Any]]:
-    """A pair per test, from two lists."""
-    if not isinstance(inputs, list | tuple) or not isinstance(outputs, list | tuple):
-        raise ValueError("got tests with `inputs` and `outputs`, expected a list of each")
-    if len(inputs) != len(outputs):
-        raise ValueError(
-            f"got tests with {len(inputs)} inputs and {len(outputs)} outputs, expected as many "
-            "outputs as inputs"
-        )
-    return [{"input": i, "output": o} for i, o in zip(inputs, outputs, strict=True)]
 
 
 FORMS = 'tests are code ("assert f(1) == 2"), or {"input": ..., "output": ...}'
@@ -167,7 +157,11 @@ async def _by_output(
 ) -> Graded:
     files, argv = {"program": program}, [*command, "program"]
     runs = [sandbox.run(argv, files, stdin=test.input, limits=limits) for test in tests]
-    results = await _all(runs)
+    results: list[SandboxResult] = []
+    for result in await asyncio.gather(*runs, return_exceptions=True):  # so none goes on
+        if isinstance(result, BaseException):
+            raise result
+        results.append(result)
     passed = tuple(
         result.exit_code == 0 and _lines(result.stdout) == _lines(test.output)
         for result, test in zip(results, tests, strict=True)
@@ -178,16 +172,6 @@ async def _by_output(
     printed = f"printed {_cut(result.stdout)!r}" if result.stdout else "printed nothing"
     why = _ending(result, limits)
     return Graded(passed, f"With the input {_cut(given)!r}, it {printed}. {why}".strip())
-
-
-async def _all(runs: Sequence[Awaitable[SandboxResult]]) -> list[SandboxResult]:
-    """The results of all runs; raises the first error once each has ended, so that none stays."""
-    results: list[SandboxResult] = []
-    for result in await asyncio.gather(*runs, return_exceptions=True):
-        if isinstance(result, BaseException):
-            raise result
-        results.append(result)
-    return results
 
 
 async def _by_code(

@@ -196,13 +196,10 @@ def why_not(mode: str) -> str:
 
 def _unsupported(mode: str, config: Mapping[str, Any]) -> str:
     """What this machine lacks, as far as it can be asked."""
-    if not sys.platform.startswith("linux"):
-        return f"this system is {platform.system()}, not Linux"
-    if platform.machine() not in ("x86_64", "aarch64"):
-        return f"this machine is {platform.machine()}, not x86_64 or aarch64"
-    release = platform.release()
-    if tuple(int(n) for n in re.findall(r"\d+", release)[:2]) < (5, 14):
-        return f"this is Linux {release}, expected 5.14 or later"
+    system, release, machine = platform.system(), platform.release(), platform.machine()
+    known = system == "Linux" and machine in ("x86_64", "aarch64")
+    if not known or [int(number) for number in re.findall(r"\d+", release)[:2]] < [5, 14]:
+        return f"this is {system} {release} on {machine}, not Linux 5.14 on x86_64 or aarch64"
     if mode == "bubblewrap" and not config["bubblewrap"]:
         return "there is no program bwrap"
     if mode == "bubblewrap" and os.geteuid() == 0:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 
-from retrain.sandbox.base import Sandbox, SandboxLimits, SandboxResult
+from retrain.sandbox.base import LimitName, Sandbox, SandboxLimits, SandboxResult
 from retrain.sandbox.local import python_of
 from retrain.supervision.programs import MARK, run_program
 from retrain.supervision.threads import in_thread
@@ -64,7 +64,10 @@ class NoSandbox(Sandbox):
             folder = Path(tempfile.mkdtemp(prefix="retrain-program-"))
             started = time.monotonic()
             try:  # nor these, which are small: such a thread would still write
-                _write(folder, files)
+                for name, text in files.items():
+                    path = folder / name
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    path.write_text(text, encoding="utf-8", errors="replace")
                 async with asyncio.timeout(limits.seconds):
                     done = await run_program(
                         shell, stdin=stdin, cwd=folder, keep=limits.output << 10
@@ -74,15 +77,6 @@ class NoSandbox(Sandbox):
                 return SandboxResult(-signal.SIGKILL, "", "", seconds, "time")
             finally:
                 await in_thread(partial(shutil.rmtree, folder, ignore_errors=True))
-        cpu = done.exit_code in (-signal.SIGXCPU, -signal.SIGKILL)
-        seconds = time.monotonic() - started
-        return SandboxResult(
-            done.exit_code, done.stdout, done.stderr, seconds, "cpu" if cpu else ""
-        )
-
-
-def _write(folder: Path, files: Mapping[str, str]) -> None:
-    for name, text in files.items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8", errors="replace")
+        code, seconds = done.exit_code, time.monotonic() - started
+        limit: LimitName = "cpu" if code in (-signal.SIGXCPU, -signal.SIGKILL) else ""
+        return SandboxResult(code, done.stdout, done.stderr, seconds, limit)

@@ -1,7 +1,8 @@
 """Child processes that end with this process, whatever ends it, `kill -9` included.
 
-Each child leads a process group, so that its own children end with it and Ctrl-C in a terminal
-doesn't reach it. `leash` ends the groups that are left when this process is gone.
+Each child leads a session and a process group, so that its own children end with it and Ctrl-C in a
+terminal doesn't reach it; where others compute, a session also has a share of the CPU for itself.
+`leash` ends the groups that are left when this process is gone.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ class Child:
                 stdin=stdin,
                 stdout=file if log else stdout,
                 stderr=file if log else stderr,
-                process_group=0,
+                start_new_session=True,
             )
         leash.add_child(transport.get_pid())
         return cls(transport, streams, log, begin)

@@ -153,9 +153,9 @@ def end_marked(mark: str) -> None:
 def _marked(mark: str) -> list[int]:
     """The processes with this mark; a zombie has no environment."""
     wanted, found = f"\0{MARK}={mark}\0".encode(), []
-    for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # of somebody else, or it has ended
-            if wanted in b"\0" + (process / "environ").read_bytes() + b"\0":
+    for process in Path("/proc").glob("[0-9]*"):  # none on macOS
+        with suppress(OSError), open(f"{process}/environ", "rb") as file:  # of somebody else
+            if wanted in b"\0" + file.read() + b"\0":
                 found.append(int(process.name))
     return found
 

@@ -96,9 +96,6 @@ class HttpClient:
         for secret in self.secrets.values():
             self.hide(secret)
         self._headers = dict(headers or {})
-        self._open(http)
-
-    def _open(self, http: httpx.AsyncClient | httpx.AsyncBaseTransport | None) -> None:
         try:
             import httpx
 
@@ -226,7 +223,9 @@ class HttpClient:
         body = error_body(response.content)
         advice = ""
         if response.status_code in (401, 403):
-            advice = self._about_key()
+            advice = "; check the API key"
+            if self._vendor and not self.secrets:
+                advice = f"; {self._vendor.key_variable} is not set"
         elif body.html:
             advice = self._doubt()
         message = self._redacted(body.message) or "nothing"
@@ -234,11 +233,6 @@ class HttpClient:
 
     def _doubt(self) -> str:
         return f"; is this a {self._vendor.name} server?" if self._vendor else ""
-
-    def _about_key(self) -> str:
-        if self._vendor and not self.secrets:
-            return f"; {self._vendor.key_variable} is not set"
-        return "; check the API key"
 
     def _redacted(self, text: str) -> str:
         for secret in self._hidden:

@@ -87,10 +87,11 @@ def refused(message: str, response: httpx.Response, body: ErrorBody) -> RemoteEr
     # A service that says "503, try again" rejected the call before it did anything.
     turned_away = status == 503 and body.retryable is True
     asked = retry_after(headers)
+    expired = 'error="invalid_token"' in headers.get("www-authenticate", "")
     return RemoteError(
         message,
         status=status,
-        code="invalid_token" if _token_expired(headers) else body.code,
+        code="invalid_token" if expired else body.code,
         retryable=_retryable(response, body, broken),
         may_have_acted=broken and not turned_away,
         request_id=headers.get("x-request-id") or headers.get("request-id") or body.request_id,
@@ -104,10 +105,6 @@ def _retryable(response: httpx.Response, body: ErrorBody, broken: bool) -> bool:
     if body.retryable is not None:
         return body.retryable
     return broken or response.status_code in (425, 429)
-
-
-def _token_expired(headers: Mapping[str, str]) -> bool:
-    return 'error="invalid_token"' in headers.get("www-authenticate", "")
 
 
 def error_body(content: bytes) -> ErrorBody:
@@ -167,16 +164,15 @@ def _pause(asked: Any, unit: float = 1.0) -> float | None:
 
 def retry_after(headers: Mapping[str, str], now: float | None = None) -> float | None:
     """Seconds that `Retry-After` (seconds or a date) or `retry-after-ms` asks for."""
+    given = headers.get("retry-after", "")
     try:
         if "retry-after-ms" in headers:
             return _pause(headers["retry-after-ms"], 1e-3)
-        return _pause(headers["retry-after"])
-    except KeyError:
-        return None
+        return _pause(given)
     except ValueError:
         pass
     try:
-        date = email.utils.parsedate_to_datetime(headers["retry-after"]).timestamp()
-    except (KeyError, ValueError, OverflowError):  # the last: a year outside the system's clock
+        date = email.utils.parsedate_to_datetime(given).timestamp()
+    except (ValueError, OverflowError):  # the latter: a year outside the system's clock
         return None
     return max(0.0, date - (time.time() if now is None else now))

@@ -25,7 +25,7 @@ from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanag
 from dataclasses import replace
 from pathlib import Path
 from string import printable
-from typing import TYPE_CHECKING, Any, Protocol, Self, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import anyio
 
@@ -36,7 +36,6 @@ from retrain.adapters.remote.local import bring, in_process, keep, local_model
 from retrain.adapters.remote.options import RemoteOptions
 from retrain.adapters.remote.probe import Train, place_of
 from retrain.adapters.remote.published import (
-    LogprobSource,
     PublishedSampler,
     ServingSession,
     logprobs_of,
@@ -67,21 +66,14 @@ UNLIMITED = 10**8
 """Tokens; a tokenizer's limit above it means that there is none."""
 
 
-class Client(Protocol):
-    """A session with the service."""
-
-    def stop_retrying(self) -> None: ...
-    async def sampling_session(self, *, base_model: str) -> LogprobSource: ...
-
-
 class RemoteAdapter(Adapter):
     """Trains `config.model` on a service."""
 
     options: RemoteOptions
     """May be replaced between steps: each step reads it again."""
     sampler: PublishedSampler
-    _client: Client
-    _model: Any  # the protocol's model in training
+    _client: Any  # the protocol's session
+    _model: Any  # its model in training
     _most_rows = sys.maxsize
     """Rows of a training request; the service's own limits come on top."""
 
@@ -101,7 +93,7 @@ class RemoteAdapter(Adapter):
         self._version = 0
         self._step = 0
         self._saved: str | None = None
-        self._reference: LogprobSource | None = None
+        self._reference: Any = None  # a session that samples the untrained model
         self._places: dict[str, tuple[bool, Average]] = {}
 
     async def __aenter__(self) -> Self:
@@ -132,8 +124,7 @@ class RemoteAdapter(Adapter):
         `grad_norm` is reported if the service reports it.
         """
         batch = as_shared(batch, self.config.sampling.max_tokens)
-        datums = [shift(sample) for sample in batch.samples if len(sample.token_ids) > 1]
-        datums = [datum for datum in datums if datum.trained]
+        datums = [datum for datum in map(shift, batch.samples) if any(datum.mask)]
         if not datums:
             raise AdapterError("the batch has no token to train on")
         rate = self._adam().learning_rate
@@ -187,10 +178,10 @@ class RemoteAdapter(Adapter):
     ) -> list[list[float]]:
         """The reference is the untrained model, which every run here starts from."""
         if not reference:
-            return await logprobs_of(self.sampler, sequences)
+            return await logprobs_of(self.sampler.compute_logprobs, sequences)
         if self._reference is None:
             self._reference = await self._client.sampling_session(base_model=self.base_model)
-        return await logprobs_of(self._reference, sequences)
+        return await logprobs_of(self._reference.compute_logprobs, sequences)
 
     async def own_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """By a forward pass of the model in training."""

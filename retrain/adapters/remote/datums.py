@@ -41,11 +41,6 @@ class Shifted:
     run_id: str = ""
     """The rollout, of which other datums may hold further parts."""
 
-    @property
-    def trained(self) -> bool:
-        """Whether any target has mask 1."""
-        return any(self.mask)
-
 
 class Average(NamedTuple):
     """What a server divides each row's loss by: a size of the row, times one of all rows of its
@@ -77,14 +72,8 @@ def shift(sample: Sample) -> Shifted:
     """The datum of one sample.
 
     Values become 0.0 where the mask is 0, so that a service without a mask trains the same tokens.
-    Raises ValueError when the sample has fewer than two tokens, NonFiniteError when a value with
-    mask 1 is NaN or infinite.
+    Raises NonFiniteError when a value with mask 1 is NaN or infinite.
     """
-    if len(sample.token_ids) < 2:
-        raise ValueError(
-            f"a sample of group {sample.group_id!r} has {len(sample.token_ids)} tokens, expected "
-            "at least 2: one to predict from, and one to predict"
-        )
     mask = [1.0 if kept else 0.0 for kept in sample.loss_mask[1:]]
     return Shifted(
         inputs=list(sample.token_ids[:-1]),

@@ -153,21 +153,15 @@ def sampling_payload(params: SamplingParams) -> dict[str, Any]:
     return sent if params.seed is None else {**sent, "seed": params.seed}
 
 
-class LogprobSource(Protocol):
-    """Computes the log-probs of given tokens."""
-
-    async def compute_logprobs(self, token_ids: Sequence[int]) -> Sequence[float | None]: ...
-
-
 async def logprobs_of(
-    scorer: LogprobSource, sequences: Sequence[Sequence[int]]
+    compute: Callable[[Sequence[int]], Awaitable[Sequence[float | None]]],
+    sequences: Sequence[Sequence[int]],
 ) -> list[list[float]]:
     """The log-prob of each token, 0.0 for the first; `SCORED_AT_ONCE` requests at a time."""
     turns = asyncio.Semaphore(SCORED_AT_ONCE)
 
     async def score(token_ids: Sequence[int]) -> list[float]:
         async with turns:
-            found = await until_kept(lambda: scorer.compute_logprobs(token_ids))
-            return [lp or 0.0 for lp in found]
+            return [lp or 0.0 for lp in await until_kept(lambda: compute(token_ids))]
 
     return list(await asyncio.gather(*map(score, sequences)))

@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
+from itertools import chain, cycle
+from statistics import fmean
 from typing import Any
 
 from retrain.adapters.losses import custom_loss
@@ -74,49 +75,35 @@ def corrected(
     sequence is the exponential of the mean of its log-ratios (GSPO, arXiv:2507.18071). Every datum
     has a trained token.
     """
-    gaps = [_log_ratios(learner, datum) for learner, datum in zip(logprobs, datums, strict=True)]
-    found, judged = _judgements(rule, gaps, datums)
-    weighted = []
-    for learner, datum, judgements in zip(logprobs, datums, found, strict=True):
-        credit = _weighted(datum, [weight for weight, _ in judgements])
-        weighted.append(replace(datum, logprobs=learner, advantages=credit))
-    return weighted, sum(outside for _, outside in judged) / len(judged)
-
-
-def _judgements(
-    rule: MismatchConfig, gaps: Sequence[Sequence[float]], datums: Sequence[Shifted]
-) -> tuple[list[list[Judgement]], list[Judgement]]:
-    """That of each trained token, and of each token or sequence, as `rule` says."""
-    weigh = partial(mismatch_weight, FLOATS, rule.type, *rule.bounds)
-    if rule.level == "token":
-        found = [[weigh(FLOATS.exp(gap)) for gap in own] for own in gaps]
-        return found, list(chain(*found))
+    gaps: defaultdict[str | int, list[float]] = defaultdict(list)
     runs = [datum.run_id or row for row, datum in enumerate(datums)]
-    of_run = {run: weigh(ratio) for run, ratio in _sequence_ratios(runs, gaps).items()}
-    found = [[of_run[run]] * len(own) for run, own in zip(runs, gaps, strict=True)]
-    return found, list(of_run.values())
+    for run, learner, datum in zip(runs, logprobs, datums, strict=True):
+        gaps[run] += [gap for _, gap in _trained(learner, datum)]
+    found = {run: _judgements(rule, own) for run, own in gaps.items()}
+    left = {run: cycle([weight for weight, _ in own]) for run, own in found.items()}
+    weighted = [
+        replace(datum, logprobs=learner, advantages=_weighted(datum, left[run]))
+        for run, learner, datum in zip(runs, logprobs, datums, strict=True)
+    ]
+    return weighted, fmean(outside for _, outside in chain(*found.values()))
 
 
-def _weighted(datum: Shifted, weights: Sequence[float]) -> list[float]:
-    """The advantages, with one weight for each trained token."""
-    left, tokens = iter(weights), zip(datum.advantages, datum.mask, strict=True)
-    return [advantage * next(left) if kept else 0.0 for advantage, kept in tokens]
+def _judgements(rule: MismatchConfig, gaps: Sequence[float]) -> list[Judgement]:
+    """Those of a rollout's trained tokens, or the one of their sequence."""
+    wanted = gaps if rule.level == "token" else [fmean(gaps)]
+    weigh = partial(mismatch_weight, FLOATS, rule.type, *rule.bounds)
+    return [weigh(FLOATS.exp(gap)) for gap in wanted]
 
 
-def _sequence_ratios(
-    runs: Sequence[str | int], gaps: Sequence[Sequence[float]]
-) -> dict[str | int, float]:
-    """The ratio of each rollout, whose log-ratios may be those of several datums."""
-    pooled: defaultdict[str | int, list[float]] = defaultdict(list)
-    for run, own in zip(runs, gaps, strict=True):
-        pooled[run] += own
-    return {run: FLOATS.exp(math.fsum(own) / len(own)) for run, own in pooled.items()}
+def _weighted(datum: Shifted, weights: Iterator[float]) -> list[float]:
+    tokens = zip(datum.advantages, datum.mask, strict=True)
+    return [advantage * next(weights) if kept else 0.0 for advantage, kept in tokens]
 
 
-def _log_ratios(learner: Sequence[float], datum: Shifted) -> list[float]:
-    """log(p_learner / p_sampler) of each trained token."""
+def _trained(learner: Sequence[float], datum: Shifted) -> list[tuple[float, float]]:
+    """The log-prob and log(p_learner / p_sampler) of each trained token."""
     rows = zip(learner, datum.logprobs, datum.mask, strict=True)
-    return [lp - old for lp, old, kept in rows if kept]
+    return [(lp, lp - old) for lp, old, kept in rows if kept]
 
 
 def _custom(
@@ -190,7 +177,7 @@ def _tokenwise(
         gradients.append(slopes)
     metrics = _reference_kl(logprobs, datums)
     if clips:
-        metrics["clip_fraction"] = sum(clips) / len(clips)
+        metrics["clip_fraction"] = fmean(clips)
     return math.fsum(total), gradients, metrics
 
 
@@ -199,7 +186,7 @@ def _pairwise(
 ) -> tuple[float, list[list[float]], Metrics]:
     """The loss, dL/dlogp of each token, the mean margin and the share of positive margins."""
     gains = [_gain(*row) for row in zip(logprobs, datums, strict=True)]
-    weights = [max((abs(a) for a in datum.advantages), default=0.0) for datum in datums]
+    weights = [max(abs(a) for a in datum.advantages) for datum in datums]
     total, slopes, margins = 0.0, [0.0] * len(datums), []
     ids = [_pair_id(row, datum) for row, datum in enumerate(datums)]
     for chosen, rejected in pair_rows(ids, [math.fsum(datum.advantages) for datum in datums]):
@@ -210,17 +197,12 @@ def _pairwise(
         margins.append(margin)
     rows = zip(slopes, datums, strict=True)
     gradients = [[slope * bool(kept) for kept in datum.mask] for slope, datum in rows]
-    count = max(1, len(margins))
-    positive = sum(margin > 0 for margin in margins)
-    metrics = {"dpo/margin": math.fsum(margins) / count, "dpo/accuracy": positive / count}
-    return total, gradients, metrics
+    accuracy = fmean(margin > 0 for margin in margins)
+    return total, gradients, {"dpo/margin": fmean(margins), "dpo/accuracy": accuracy}
 
 
 def _gain(learner: Sequence[float], datum: Shifted) -> float:
-    if "reference_logprobs" not in datum.streams:
-        raise ValueError("the batch lacks the stream 'reference_logprobs', which pairs need")
-    reference = datum.streams["reference_logprobs"]
-    rows = zip(learner, reference, datum.mask, strict=True)
+    rows = zip(learner, datum.streams["reference_logprobs"], datum.mask, strict=True)
     return math.fsum(lp - ref for lp, ref, kept in rows if kept)
 
 
@@ -238,21 +220,14 @@ def _drift(logprobs: Sequence[Sequence[float]], datums: Sequence[Shifted]) -> Me
     http://joschu.net/blog/kl-approx.html), which is never negative. `entropy` is the mean of -lp:
     an estimate of the learner's entropy where the learner sampled the tokens.
     """
-    tokens, kl, ratios, surprise = 0, 0.0, 0.0, 0.0
-    for learner, datum in zip(logprobs, datums, strict=True):
-        for lp, old, kept in zip(learner, datum.logprobs, datum.mask, strict=True):
-            if kept:
-                ratio = FLOATS.exp(lp - old)
-                tokens += 1
-                ratios += ratio
-                surprise -= lp
-                kl += ratio - 1.0 - (lp - old)
-    count = max(tokens, 1)
+    found = list(chain(*map(_trained, logprobs, datums)))
+    ratios = [FLOATS.exp(gap) for _, gap in found]
+    distances = (r - 1.0 - gap for r, (_, gap) in zip(ratios, found, strict=True))
     return {
-        "tokens/trained": float(tokens),
-        "ratio/mean": ratios / count,
-        "entropy": surprise / count,
-        "kl/sampler_trainer": kl / count,
+        "tokens/trained": float(len(found)),
+        "ratio/mean": fmean(ratios),
+        "entropy": -fmean(lp for lp, _ in found),
+        "kl/sampler_trainer": fmean(distances),
     }
 
 
@@ -265,7 +240,7 @@ def _reference_kl(logprobs: Sequence[Sequence[float]], datums: Sequence[Shifted]
         rows = zip(learner, datum.streams["reference_logprobs"], datum.mask, strict=True)
         kept = [(lp, ref) for lp, ref, on in rows if on]
         distances += kl_k3([lp for lp, _ in kept], [ref for _, ref in kept])
-    return {"kl/reference": math.fsum(distances) / max(1, len(distances))}
+    return {"kl/reference": fmean(distances)}
 
 
 def _check_lengths(logprobs: Sequence[Sequence[float]], datums: Sequence[Shifted]) -> None:

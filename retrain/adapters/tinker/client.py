@@ -192,7 +192,10 @@ class TinkerClient:
             if error.status not in (400, 404, 422):
                 raise
             log.debug("the service can't create a model by loading: %s", error)
-            return await self._create_then_load(path, optimizer, timeout)
+            base_model, lora = await self.saved_model(path)
+            model = await self.create_model(base_model, lora, timeout=timeout)
+            await (await model.load_weights(path, optimizer=optimizer)).result(timeout)
+            return model
         model_id = await future.result(timeout) or f"{self.session_id}:train:{seq_id}"
         return self._added(TrainingClient(self._connection, model_id))
 
@@ -270,14 +273,6 @@ class TinkerClient:
         sampler.snapshot = saved.path
         return sampler
 
-    async def _create_then_load(
-        self, path: str, optimizer: bool, timeout: float | None
-    ) -> TrainingClient:
-        base_model, lora = await self.saved_model(path)
-        model = await self.create_model(base_model, lora, timeout=timeout)
-        await (await model.load_weights(path, optimizer=optimizer)).result(timeout)
-        return model
-
     async def _handshake(self) -> None:
         body = {"sdk_version": SDK_VERSION}
         config = await self._post_if_known("client/config", body)
@@ -334,9 +329,9 @@ class TinkerClient:
             "reason": {"type": reason},
             "detail": None if error is None else type(error).__name__,
         }
-        rest: dict[str, Any] = {"timeout": GOODBYE, "policy": NO_RETRY}
+        where = f"sessions/{self.session_id}/finish"
         try:
-            await self._connection.post(f"sessions/{self.session_id}/finish", payload, **rest)
+            await self._connection.post(where, payload, timeout=GOODBYE, policy=NO_RETRY)
             return
         except RemoteError as refusal:
             log.debug("the session could not be finished: %s", refusal)

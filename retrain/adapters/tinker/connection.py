@@ -172,16 +172,16 @@ class Future(Generic[T]):
         try:
             async with asyncio.timeout(None if limit == math.inf else limit):
                 self._result.append(await self._wait(started))
-        except TimeoutError as error:
-            self._abandon()
+        except (TimeoutError, asyncio.CancelledError) as error:
+            if self._kind.name == "Sample":
+                self._connection.cancel(self.request_id)
+            if isinstance(error, asyncio.CancelledError):
+                raise
             raise DeadlineError(
                 f"{self._kind.name} {self.request_id} has no result after {limit:g} s "
                 f"(queue: {self.queue_state}); {self._connection.http.url} still answers, so "
                 "it is slow or overloaded. Raise the deadline, or lower the load."
             ) from error
-        except asyncio.CancelledError:
-            self._abandon()
-            raise
         return self._result[0]
 
     async def _wait(self, started: float) -> T:
@@ -272,10 +272,6 @@ class Future(Generic[T]):
                 pending.queue_state,
                 why,
             )
-
-    def _abandon(self) -> None:
-        if self._kind.name == "Sample":
-            self._connection.cancel(self.request_id)
 
 
 def json_object(response: httpx.Response) -> dict[str, Any]:

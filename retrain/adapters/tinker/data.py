@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from statistics import fmean
 
 from retrain.wire.tinker.values import Datum, ForwardBackwardOutput, Tensor
 
@@ -46,19 +47,20 @@ def merge(parts: Sequence[ForwardBackwardOutput]) -> ForwardBackwardOutput:
         return parts[0]
     metrics = {
         name: _reduced(name, [(part.metrics[name], len(part.outputs)) for part in parts])
-        for name in (parts[0].metrics if parts else ())
+        for name in parts[0].metrics
         if all(name in part.metrics for part in parts)
     }
     outputs = [output for part in parts for output in part.outputs]
-    return ForwardBackwardOutput(outputs, metrics, parts[0].kind if parts else "")
+    return ForwardBackwardOutput(outputs, metrics, parts[0].kind)
 
 
 def _reduced(name: str, weighted: Sequence[tuple[float, int]]) -> float:
     values = [value for value, _ in weighted]
-    reduction = name.rpartition(":")[2]
-    if reduction == "sum":
-        return math.fsum(values)
-    if reduction in ("min", "max"):
-        return min(values) if reduction == "min" else max(values)
-    total = sum(max(count, 1) for _, count in weighted)
-    return math.fsum(value * max(count, 1) for value, count in weighted) / total
+    match name.rpartition(":")[2]:
+        case "sum":
+            return math.fsum(values)
+        case "min":
+            return min(values)
+        case "max":
+            return max(values)
+    return fmean(values, [count for _, count in weighted])

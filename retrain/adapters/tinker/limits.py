@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from retrain.supervision.sharing import Capacity, Loan
+from retrain.supervision.sharing import Capacity
 
 SUBMISSIONS = 400
 """Samples that may be submitted at the same time."""
@@ -23,18 +23,13 @@ class Backpressure:
         """Samples that are submitted or running."""
         self.submissions = Capacity(SUBMISSIONS)
         self.bytes = Capacity(dispatch_bytes)
+        """Of the prompts that are being sent, `BYTES_A_TOKEN` each token."""
         self._resume = 0.0
-
-    def weight(self, tokens: int) -> Loan:
-        """The bytes of a prompt of `tokens`, held while it is being sent."""
-        return self.bytes.take(BYTES_A_TOKEN * tokens)
 
     async def pause_over(self) -> None:
         """Wait until the pause is over."""
-        wait = self._resume - time.monotonic()
-        if wait > 0:
+        while (wait := self._resume - time.monotonic()) > 0:  # noqa: ASYNC110 - may be extended
             await asyncio.sleep(wait)
-            await self.pause_over()  # it may have been extended meanwhile
 
     def pause(self, tokens: int, asked: float | None) -> None:
         """Stop submitting for `asked` seconds; by default 1 s, or 5 s after a large prompt."""

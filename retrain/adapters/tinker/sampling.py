@@ -15,6 +15,7 @@ from typing import Any
 
 from retrain.adapters.remote.published import SampledTokens, sampling_payload
 from retrain.adapters.tinker.connection import Future, JobKind, TinkerConnection
+from retrain.adapters.tinker.limits import BYTES_A_TOKEN
 from retrain.errors import AdapterError, DeadlineError
 from retrain.sampler import SamplingParams, Tokenizer
 from retrain.wire.refusals import RemoteError
@@ -95,7 +96,7 @@ class SamplingClient:
         headers = {"X-Tinker-Sampling-Backpressure": "1"}
         budget: RetryBudget | None = None
         while True:
-            async with pressure.submissions.take(), pressure.weight(tokens):
+            async with pressure.submissions.take(), pressure.bytes.take(BYTES_A_TOKEN * tokens):
                 await pressure.pause_over()
                 try:
                     return await self._connection.submit_json(

@@ -219,10 +219,6 @@ def _metrics(body: Mapping[str, Any]) -> Mapping[str, float]:
     return {name: float(value) for name, value in (body.get("metrics") or {}).items()}
 
 
-def _nothing(body: Mapping[str, Any]) -> None:
-    return None
-
-
 FORWARD_BACKWARD = JobKind("ForwardBackward", payloads.output_from_json, messages.decode_output)
 FORWARD = JobKind("Forward", payloads.output_from_json, messages.decode_output)
 OPTIM_STEP: JobKind[Mapping[str, float]] = JobKind("OptimStep", _metrics)
@@ -231,4 +227,4 @@ SAVE_FOR_SAMPLER: JobKind[SamplerWeights] = JobKind(
     "SaveWeightsForSampler",
     lambda body: SamplerWeights(body.get("path"), body.get("sampling_session_id")),
 )
-LOAD_WEIGHTS: JobKind[None] = JobKind("LoadWeights", _nothing)
+LOAD_WEIGHTS: JobKind[None] = JobKind("LoadWeights", lambda body: None)

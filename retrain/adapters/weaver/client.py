@@ -1,8 +1,7 @@
 """WeaverClient: a session with a Weaver service; it creates models and sampling sessions.
 
-- Leaving the client terminates its models and deletes its sampling sessions. What a cancelled call
-  creates is removed (`or_undo`).
-- The API key is sent as a header; it appears in no repr, log or error.
+Leaving the client terminates its models and deletes its sampling sessions. What a cancelled call
+creates is removed (`or_undo`).
 """
 
 from __future__ import annotations
@@ -13,9 +12,9 @@ import logging
 import os
 from collections.abc import Mapping
 from contextlib import AsyncExitStack, suppress
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, Literal, Self
 
+from retrain import __version__
 from retrain.adapters.weaver import wire
 from retrain.adapters.weaver.connection import PACE, Operation, WeaverConnection, clean_up, or_undo
 from retrain.adapters.weaver.model import WeaverModel
@@ -82,7 +81,7 @@ class WeaverClient:
         key = WEAVER.api_key(url, api_key)
         self._http = HttpClient(
             url,
-            headers={"User-Agent": f"retrain/{_release()}"},
+            headers={"User-Agent": f"retrain/{__version__}"},
             secrets={"X-WEAVER-API-KEY": key} if key else {},
             policy=policy,
             http=http,
@@ -93,14 +92,14 @@ class WeaverClient:
         self._session = {
             "tags": [],
             "user_metadata": dict(metadata or {}),
-            "sdk_version": f"retrain-{_release()}",
+            "sdk_version": f"retrain-{__version__}",
             **_scope(),
         }
         self._models: list[WeaverModel] = []
         self._samplers: dict[str, WeaverSession] = {}
         self._model_seq = itertools.count(1)
         self._sampler_seq = itertools.count(1)
-        self._beating: asyncio.Task[None] | None = None
+        self._beating: asyncio.Task[None]
 
     def __repr__(self) -> str:
         return f"WeaverClient({self._http.url!r}, session={self.session_id!r})"
@@ -120,17 +119,13 @@ class WeaverClient:
 
         Failures are only logged: the service ends a silent session by itself.
         """
-        made: list[WeaverSession | WeaverModel] = [
-            *self._samplers.values(),
-            *self._models,
-        ]
+        made: list[WeaverSession | WeaverModel] = [*self._samplers.values(), *self._models]
         try:
             await asyncio.gather(*(clean_up(one.close()) for one in made))
         finally:
-            if self._beating is not None:
-                self._beating.cancel()
-                with suppress(asyncio.CancelledError):
-                    await self._beating
+            self._beating.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._beating
             await self._http.close()
 
     def stop_retrying(self) -> None:
@@ -219,14 +214,6 @@ class WeaverClient:
             except RemoteError as error:
                 log.debug("heartbeat: %s", error)
             await asyncio.sleep(HEARTBEAT)
-
-
-def _release() -> str:
-    """The version of the installed package."""
-    try:
-        return version("retrain-rl")
-    except PackageNotFoundError:  # a checkout on the path of Python
-        return "unknown"
 
 
 def _scope() -> dict[str, str]:

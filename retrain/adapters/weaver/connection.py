@@ -32,9 +32,8 @@ log = logging.getLogger(__name__)
 
 CLEAN_UP = 5.0
 """Seconds that removing something from the service may take."""
-REPORT_AFTER = 30.0
-"""Seconds of waiting before the first log line about it, and then between two lines."""
 REPORT_EVERY = 60.0
+"""Seconds between two log lines about an operation that is still waiting."""
 PACE = RetryPolicy(first=0.02, cap=2.0)
 """The pauses between polls of an operation."""
 LOST_POLLS = 20
@@ -100,7 +99,7 @@ class Operation(Generic[T]):
             now = time.monotonic()
             if now + pause > self._ends:
                 raise self._late()
-            if now - began > REPORT_AFTER and now - reported > REPORT_EVERY:
+            if now - reported > REPORT_EVERY:
                 reported = now
                 waits = self._state.waiting_for or self._state.status
                 log.warning("%s: still waiting after %.0f s (%s)", self.what, now - began, waits)
@@ -206,13 +205,13 @@ async def or_undo(make: Coroutine[Any, Any, T], undo: Callable[[T], Awaitable[ob
     try:
         return await asyncio.shield(making)
     except asyncio.CancelledError:
-        await clean_up(_undo_made(making, undo))
+
+        async def undo_made() -> None:
+            await undo(await making)
+
+        await clean_up(undo_made())
         making.cancel()
         raise
-
-
-async def _undo_made(making: asyncio.Future[T], undo: Callable[[T], Awaitable[object]]) -> None:
-    await undo(await making)
 
 
 async def clean_up(ending: Awaitable[object]) -> None:

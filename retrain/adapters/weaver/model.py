@@ -24,9 +24,6 @@ from retrain.wire.training import AdamParams
 
 T = TypeVar("T")
 
-EXPORT_TTL = 3600
-"""Seconds that an export for sampling is kept, by default."""
-
 
 class WeaverModel:
     """Made by `WeaverClient`. Every method raises RemoteError when the service refuses or fails."""
@@ -59,7 +56,7 @@ class WeaverModel:
         payload = {"adam_params": asdict(adam)}
         return await self._train("optimizer-steps", payload, wire.metrics, what="optim_step")
 
-    async def save_for_sampler(self, name: str, *, ttl_seconds: int = EXPORT_TTL) -> Operation[str]:
+    async def save_for_sampler(self, name: str, *, ttl_seconds: int = 3600) -> Operation[str]:
         """Export the present weights; the result is the path for a sampling session."""
         return await self._submit(
             "export-sampler",

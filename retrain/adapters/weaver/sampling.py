@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
 
 from retrain.adapters.remote.published import SampledTokens, sampling_payload
 from retrain.adapters.weaver import wire
@@ -19,7 +18,7 @@ class WeaverSession:
         self,
         connection: WeaverConnection,
         id: str,
-        forget: Callable[[str], object] = lambda _: None,
+        forget: Callable[[str], object],
     ) -> None:
         """`forget` is called with the id when the session is deleted."""
         self.id = id
@@ -35,9 +34,21 @@ class WeaverSession:
 
         Raises RemoteError, with the code `malformed` when the service returns another number.
         """
+        wanted = sampling_payload(params)
+        if params.stop:
+            wanted["stop"] = list(params.stop)
+        if params.stop_token_ids:
+            wanted["stop_token_ids"] = list(params.stop_token_ids)
+        payload = {
+            "prompt": wire.prompt(prompt_ids),
+            "sampling_params": wanted,
+            "num_samples": n,
+            "prompt_logprobs": False,
+            "topk_prompt_logprobs": 0,
+        }
         operation = await self._connection.submit(
             f"sampling-sessions/{self.id}/samples",
-            sample_payload(prompt_ids, params, n),
+            payload,
             wire.sequences,
             what="sampling",
         )
@@ -68,19 +79,3 @@ class WeaverSession:
             await self._connection.call("DELETE", f"sampling-sessions/{self.id}")
         if self.after is not None:
             await self.after()
-
-
-def sample_payload(prompt_ids: Sequence[int], params: SamplingParams, n: int) -> dict[str, Any]:
-    """The body of a sample; unset keys are omitted."""
-    wanted = sampling_payload(params)
-    if params.stop:
-        wanted["stop"] = list(params.stop)
-    if params.stop_token_ids:
-        wanted["stop_token_ids"] = list(params.stop_token_ids)
-    return {
-        "prompt": wire.prompt(prompt_ids),
-        "sampling_params": wanted,
-        "num_samples": n,
-        "prompt_logprobs": False,
-        "topk_prompt_logprobs": 0,
-    }

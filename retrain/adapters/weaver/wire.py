@@ -39,9 +39,6 @@ class OperationState:
     """Why it is still pending, if the service says so."""
 
 
-# Requests
-
-
 def training_payload(rows: Sequence[TrainingRow], loss_fn: str, key: str) -> dict[str, Any]:
     """The data and the loss of a pass; `key` is the kind of pass."""
     data = [_row(row) for row in rows]
@@ -63,9 +60,6 @@ def _row(row: TrainingRow) -> dict[str, Any]:
             for name, values in row.loss_fn_inputs.items()
         },
     }
-
-
-# Replies
 
 
 def read(payload: Any, name: str, default: Any = None) -> Any:

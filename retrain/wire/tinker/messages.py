@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import sys
 from array import array
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -156,10 +155,7 @@ def decode_sample(body: bytes) -> SampleResult:
     if read.HasField("prompt_logprobs"):
         found = _unpack("f", read.prompt_logprobs)
         prompt_logprobs = [None if math.isnan(lp) else lp for lp in found]
-    return SampleResult(
-        [_read_sequence(sequence) for sequence in read.sequences],
-        prompt_logprobs,
-    )
+    return SampleResult(list(map(_read_sequence, read.sequences)), prompt_logprobs)
 
 
 def _write_top(message: Message, top: TopTokens) -> None:
@@ -240,19 +236,14 @@ def _read_batched(read: Message) -> list[Tensor]:
 
 
 def _pack(code: str, values: Sequence[float]) -> bytes:
-    """Little-endian bytes; raises OverflowError when an integer does not fit."""
-    numbers = array(code, values)
-    if sys.byteorder == "big":
-        numbers.byteswap()
-    return numbers.tobytes()
+    """Little-endian bytes (the machine's); raises OverflowError when an integer does not fit."""
+    return array(code, values).tobytes()
 
 
 def _unpack(code: str, data: bytes) -> list[float]:
     """The inverse of `_pack`; raises ValueError when the bytes don't divide."""
     numbers = array(code)
     numbers.frombytes(data)
-    if sys.byteorder == "big":
-        numbers.byteswap()
     return cast(list[float], numbers.tolist())
 
 

@@ -64,10 +64,7 @@ def sample_from_json(body: Mapping[str, Any]) -> SampleResult:
         )
         for sequence in body["sequences"]
     ]
-    return SampleResult(
-        sequences,
-        body.get("prompt_logprobs"),
-    )
+    return SampleResult(sequences, body.get("prompt_logprobs"))
 
 
 def sample_to_json(result: SampleResult) -> dict[str, Any]:
