@@ -337,7 +337,7 @@ async def test_forgetting_a_checkpoint_has_a_deadline_and_its_failure_is_told_no
             raise AdapterError("the service is down")
 
     config = mock_config(
-        tmp_path, checkpoint={"every": 1, "keep": 1}, deadlines={"checkpoint": 0.1}
+        tmp_path, checkpoint={"every": 1, "keep": 1}, deadlines={"checkpoint": 1.0}
     )
     async with asyncio.timeout(30):
         result = await train(config, parts=parts_with(config, Keeps(MockOptions(), config)))
