@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from retrain.algorithms.functional import centred, group_relative, is_flat, kl_k3, std
 from retrain.algorithms.grpo import GRPO
+from retrain.algorithms.reinforce import Reinforce
 from retrain.algorithms.rloo import RLOO
 from retrain.types import Group, Prompt, Trajectory
 
@@ -34,7 +35,9 @@ def test_grpo_gives_the_values_worked_out_by_hand(rewards, baseline, index, expe
 
 
 @pytest.mark.parametrize("rewards", [[], [3.0], [0.1] * 8, [0.1 + 0.2, 0.3], [1e9, 1e9 + 1e-3]])
-@pytest.mark.parametrize("algorithm", [GRPO(), GRPO("leave_one_out"), GRPO(scale="batch"), RLOO()])
+@pytest.mark.parametrize(
+    "algorithm", [GRPO(), GRPO(scale="batch"), RLOO(), Reinforce(), Reinforce("batch")]
+)
 def test_a_flat_group_has_advantages_of_exactly_zero(rewards, algorithm):
     [values] = algorithm.advantages([group(*rewards)])
     assert values == [0.0] * len(rewards)
@@ -46,7 +49,7 @@ def test_no_groups_have_no_advantages():
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e154])
-@pytest.mark.parametrize("algorithm", [GRPO(), GRPO(scale="none"), RLOO()])
+@pytest.mark.parametrize("algorithm", [GRPO(), GRPO(scale="none"), RLOO(), Reinforce()])
 def test_a_reward_that_is_not_finite_is_an_error_that_names_it(algorithm, bad):
     with pytest.raises(ValueError, match=r"1.*2\.7\.0"):
         algorithm.advantages([group(0, 1), group(1, bad, ticket="2.7.0")])

@@ -171,11 +171,7 @@ def test_trls_names_are_shared_losses_with_a_normaliser(loss, first):
     made = as_shared(batch_of(loss), max_tokens=8)
     assert made.loss == "ppo"
     assert made.samples[0].advantages[1] == pytest.approx(first)
-
-
-def test_a_shared_name_is_left_alone():
-    batch = batch_of("cispo")
-    assert as_shared(batch, 8) is batch
+    assert as_shared(made, max_tokens=8) is made
 
 
 def test_a_batch_counts_its_tokens_and_its_sequences():

@@ -22,6 +22,8 @@ from retrain.trainer.nexrl import (
 )
 from tests.nexrl_kit import LOCAL, replies
 
+pytestmark = pytest.mark.usefixtures("own_folder")  # of its service
+
 
 class Counting(BaseTrainer):
     """Trains nothing."""
@@ -58,14 +60,7 @@ def test_run_needs_a_pool_and_runs_once() -> None:
     trainer.run()
     with pytest.raises(RunError, match="already running"):
         trainer.run()
-    trainer.stop()
-
-
-def test_stop_wakes_a_loop_that_waits_for_its_batch() -> None:
-    trainer = Counting({})
-    trainer.set_module_references(TrajectoryPool())
-    trainer.run()
-    trainer.stop(timeout=10)
+    trainer.stop(timeout=10)  # wakes the loop, which waits for its batch
     assert trainer.step == 0
 
 
@@ -113,15 +108,6 @@ def test_a_pool_hands_out_whole_groups() -> None:
         pool.get_batch_blocking(timeout=0.0)
 
 
-def test_a_pool_wakes_a_waiting_thread() -> None:
-    pool, batches = TrajectoryPool(batch_size=1), []
-    waiting = threading.Thread(target=lambda: batches.append(pool.get_batch_blocking(10)))
-    waiting.start()
-    pool.put_trajectory({"reward": 1.0})
-    waiting.join(10)
-    assert [[t.reward for t in batch] for batch in batches] == [[1.0]]
-
-
 def test_a_closed_pool_gives_what_is_left_and_then_nothing() -> None:
     pool = TrajectoryPool(batch_size=8)
     pool.put_trajectory({"reward": 1.0})
@@ -137,6 +123,10 @@ def test_a_closed_pool_gives_what_is_left_and_then_nothing() -> None:
 # --- what a config may say
 
 
+def remote(**keys: Any) -> dict[str, Any]:
+    return {"train_service": {**LOCAL, "config": keys}}
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
@@ -144,11 +134,15 @@ def test_a_closed_pool_gives_what_is_left_and_then_nothing() -> None:
         ({"train_service": {"bakend": "tinker"}}, "bakend.*backend"),
         ({"total_train_steps": -1}, "total_train_steps: got -1"),
         ({"nonsense": 1}, "nonsense"),
+        ([], "got a list"),
         ({"algorithm": {"epps": 1.0}}, "SelfHostedGrpoTrainer"),
         ({"algorithm": {"type": "ppo"}}, "cross_entropy"),
         ({"algorithm": {"type": "cross_entropy"}}, "cross_entropy"),
         ({"custom_trainer_class_name": "X"}, r"trainer\.custom_trainer_module_path"),
         ({"train_service": {"world_size": 0, "tensor_parallel_size": 2}}, "2 problems"),
+        (remote(loss_fn="nonsense"), "loss_fn.*'nonsense'"),
+        (remote(learnin_rate=1.0), "learnin_rate.*learning_rate"),
+        (remote(beta1=2.0), r"beta1: got 2\.0"),
     ],
 )
 def test_a_config_that_can_not_be_honoured_is_refused_when_the_trainer_is_built(
@@ -156,24 +150,6 @@ def test_a_config_that_can_not_be_honoured_is_refused_when_the_trainer_is_built(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         build_trainer(config)
-
-
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"loss_fn": "nonsense"}, "loss_fn.*'nonsense'"),
-        ({"learnin_rate": 1.0}, "learnin_rate.*learning_rate"),
-        ({"beta1": 2.0}, r"beta1: got 2\.0"),
-    ],
-)
-def test_the_backends_own_keys_are_checked_before_it_opens(keys, message) -> None:
-    with pytest.raises(ConfigError, match=message):
-        RemoteApiGrpoTrainer({"train_service": {**LOCAL, "config": keys}})
-
-
-def test_a_config_must_be_a_mapping() -> None:
-    with pytest.raises(ConfigError, match="got a list"):
-        Counting([])  # type: ignore[arg-type]  # a mistake at run time
 
 
 def test_a_missing_key_of_the_config_is_named_with_the_others() -> None:

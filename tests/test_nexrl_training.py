@@ -26,10 +26,9 @@ from retrain.trainer.nexrl import (
     load_recipe,
 )
 from retrain.trainer.nexrl.__main__ import main
-from tests.nexrl_kit import LOCAL, replies
+from tests.nexrl_kit import LOCAL, ROWS, replies
 
-ROWS = [{"prompt": f"{letter}=", "answer": letter * 2} for letter in "abcd"]
-
+pytestmark = pytest.mark.usefixtures("own_folder")  # of its service
 
 # --- training
 

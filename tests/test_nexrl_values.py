@@ -106,11 +106,7 @@ def test_segments_of_a_run_count_once() -> None:
     assert advantages(rows) == pytest.approx([half, half, -half], abs=1e-6)
     apart = advantages(rows, use_run_ids=False)
     assert apart == pytest.approx([0.5774, 0.5774, -1.1547], abs=1e-4)
-
-
-def test_segments_of_one_run_alone_have_advantage_0() -> None:
-    rows = scored([1, 0], group_id=["g", "g"], run_id=[0, 0])
-    assert advantages(rows) == [0, 0]
+    assert advantages(scored([1, 0], group_id=["g", "g"], run_id=[0, 0])) == [0, 0]
 
 
 def test_run_id_alone_is_the_group_and_neither_is_a_group_of_its_own() -> None:
@@ -170,10 +166,7 @@ def test_rollout_and_grpo_metrics() -> None:
     assert metrics["critic/grpo_flat_groups"] == 1
     assert metrics["critic/grpo_std/max"] == pytest.approx(0.7071, abs=1e-4)
     assert metrics["critic/advantage_mean"] == pytest.approx(0, abs=1e-9)
-
-
-def test_a_prefix_of_ones_own_names_the_rollout_metrics() -> None:
-    assert log_rollout_metrics(scored([1]), {}, prefix="mine/")["mine/reward_mean"] == 1
+    assert log_rollout_metrics(rows, {}, prefix="mine/")["mine/reward_mean"] == 0.75
 
 
 def test_tensors_become_floats() -> None:
@@ -268,9 +261,6 @@ def test_padding_data_pads_the_rows_of_a_batch() -> None:
     assert batch.values["input_ids"].tolist() == [[1, 2], [3, 9]]
     assert batch.values["attention_mask"].tolist() == [[1, 1], [1, 0]]
     assert padding_data(batch, pad_token_id=9).values["input_ids"].tolist() == [[1, 2], [3, 9]]
-
-
-def test_position_ids_count_the_tokens() -> None:
     mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 0]])
     assert compute_position_id_with_mask(mask).tolist() == [[0, 0, 0, 1], [0, 1, 2, 2]]
 
@@ -314,6 +304,8 @@ def test_a_token_datum_becomes_the_sample_of_its_very_numbers() -> None:
     assert list(sample.logprobs) == [0, -1, -2]
     assert list(sample.versions) == [-1, 0, 0]
     assert sample.group_id == "g"
+    [weighted] = samples_of_datums(convert_trajectories_to_datums([trajectory]), weighted=True)
+    assert list(weighted.advantages) == [0, 1, 1]
 
 
 def test_token_advantages_are_laid_on_the_trained_tokens_in_order() -> None:
@@ -322,12 +314,6 @@ def test_token_advantages_are_laid_on_the_trained_tokens_in_order() -> None:
     assert list(sample.advantages) == [0, 3, 0, 4]
     with pytest.raises(ValueError, match=r"1 token_advantages.*2"):
         samples_of_datums([{**datum, "token_advantages": [1]}], weighted=False)
-
-
-def test_cross_entropy_weighs_every_trained_token_alike() -> None:
-    datum = {"tokens": [1, 2, 3], "loss_mask": [0, 1, 1], "advantage": 7.0}
-    [sample] = samples_of_datums([datum], weighted=True)
-    assert list(sample.advantages) == [0, 1, 1]
 
 
 @pytest.mark.parametrize(

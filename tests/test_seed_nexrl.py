@@ -39,6 +39,8 @@ from retrain.trainer.nexrl import (
 from retrain.trainer.nexrl.settings import read_settings
 from tests.nexrl_kit import REST, ROWS, metrics_of, text_trajectories, write
 
+pytestmark = pytest.mark.usefixtures("own_folder")  # of its service
+
 logger = logging.getLogger(__name__)
 
 
@@ -124,12 +126,6 @@ def test_the_overviews_config_asks_for_eight_processes() -> None:
         build_trainer(config)
 
 
-def test_tensor_parallelism_is_refused() -> None:
-    config = {"train_service": {"tensor_parallel_size": 2}}
-    with pytest.raises(ConfigError, match=r"tensor_parallel_size: got 2.*set.*1"):
-        build_trainer(config)
-
-
 @pytest.mark.parametrize(
     ("backend", "cls"),
     [
@@ -144,7 +140,7 @@ def test_the_overviews_config_selects_its_trainer(backend, cls) -> None:
     if backend != "self-hosted":
         config["trainer"]["train_service"]["world_size"] = 1
     trainer = build_trainer(config)
-    assert type(trainer) is cls
+    assert type(trainer) is cls is select_trainer(config)
     assert trainer._total_train_steps == 100
 
 
@@ -306,54 +302,10 @@ def test_a_datum_has_the_pages_fields() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("backend", "algorithm", "cls"),
-    [
-        ("self-hosted", "grpo", SelfHostedGrpoTrainer),
-        ("tinker", "grpo", RemoteApiGrpoTrainer),
-        ("weaver", "cross_entropy", RemoteApiCrossEntropyTrainer),
-    ],
-)
-def test_the_controllers_selection_agrees_with_ours(backend, algorithm, cls) -> None:
-    config = {"train_service": {"backend": backend}, "algorithm": {"type": algorithm}}
-    # In controller
-    if backend == "self-hosted":
-        trainer = SelfHostedGrpoTrainer(config)
-    elif backend in ["tinker", "weaver"]:
-        if algorithm == "grpo":
-            trainer = RemoteApiGrpoTrainer(config)
-        elif algorithm == "cross_entropy":
-            trainer = RemoteApiCrossEntropyTrainer(config)
-    assert type(trainer) is cls is select_trainer(config)
-
-
-USAGE = """
-# For GRPO with Tinker
-trainer:
-  total_train_steps: 2
-  train_service:
-    backend: "tinker"
-    url: "local"
-    config:
-      loss_fn: "importance_sampling"
-      learning_rate: 2e-6
----
-# For supervised learning with Weaver
-trainer:
-  total_train_steps: 2
-  train_service:
-    backend: "weaver"
-    url: "local"
-    config:
-      loss_fn: "cross_entropy"
-      learning_rate: 1e-5
-"""
-
-
-async def test_the_usage_examples_run_from_their_config_alone(own_folder: Path) -> None:
-    for index, text in enumerate(USAGE.split("---")):
-        rest = (REST, SUPERVISED)[index]
-        recipe = load_recipe(write(f"usage{index}.yaml", text + rest))
+async def test_the_examples_run_from_their_config_alone(own_folder: Path) -> None:
+    for index, text in enumerate((REMOTE_GRPO, REMOTE_CROSS_ENTROPY)):
+        short = text.replace("total_train_steps: 100", "total_train_steps: 2")
+        recipe = load_recipe(write(f"usage{index}.yaml", short + (REST, SUPERVISED)[index]))
         result = await recipe.train()
         assert result.status == "completed"
         assert result.total_steps == 2

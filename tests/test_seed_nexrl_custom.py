@@ -133,16 +133,6 @@ def test_pattern_1_runs_by_the_pages_command(own_folder: Path) -> None:
         assert row["advantage_mean"] == pytest.approx(0.5 * row["rollout/reward_mean"])
 
 
-def test_pattern_1_without_a_process_is_refused(
-    own_folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write("recipe/my_task/my_trainer.py", MY_TRAINER)
-    none = MY_TASK.replace("world_size: 1", "world_size: 0")
-    write("recipe/my_task/my_task.yaml", none + REST)
-    assert nexrl("-c", "recipe/my_task/my_task.yaml", "--run-nexrl") == 2
-    assert "world_size: got 0" in capsys.readouterr().err
-
-
 MY_REMOTE_TRAINER = '''
 # recipe/my_task/my_remote_trainer.py
 from retrain.trainer.nexrl import RemoteApiTrainer
@@ -228,10 +218,6 @@ def test_pattern_2_trains_what_the_page_writes_as_an_attribute(own_folder: Path)
     assert [t["advantage"] for t in trajectories] == [0.5, -0.5, -0.5, 0.5]
     assert metrics["custom/advantage_mean"] == 0.0
     assert metrics["grad_norm"] > 0
-
-
-def test_pattern_2_runs_by_its_recipe(own_folder: Path) -> None:
-    write("recipe/my_task/my_remote_trainer.py", MY_REMOTE_TRAINER)
     write("recipe/my_task/my_task.yaml", MY_REMOTE_TASK + REST)
     assert nexrl("-m", "training-service", "-c", "recipe/my_task/my_task.yaml", "--run-nexrl") == 0
     rows = metrics_of(own_folder / "runs" / "my_task")
@@ -364,24 +350,6 @@ def test_the_pages_unit_test_passes_under_pytest(
     assert "1 passed" in capfd.readouterr().out
 
 
-TEST_CONFIG = """
-# recipe/my_task/test_config.yaml
-trainer:
-  total_train_steps: 2  # Just 2 steps for testing
-  custom_trainer_module_path: "recipe/my_task/my_trainer.py"
-  custom_trainer_class_name: "MyCustomTrainer"
-"""
-
-
-def test_the_pages_integration_config_runs_two_steps(own_folder: Path) -> None:
-    write("recipe/my_task/my_trainer.py", MY_TRAINER)
-    write("recipe/my_task/test_config.yaml", TEST_CONFIG + REST)
-    # Use small config for testing
-    command = "-m self-hosted -c recipe/my_task/test_config.yaml --run-nexrl"
-    assert nexrl(*command.split()) == 0
-    assert len(metrics_of(own_folder / "runs" / "test_config")) == 2
-
-
 def test_a_wrong_class_name_or_path_is_told(own_folder: Path) -> None:
     write("recipe/my_task/my_trainer.py", MY_TRAINER)
     config = yaml.safe_load(MY_TASK)["trainer"]
@@ -392,11 +360,3 @@ def test_a_wrong_class_name_or_path_is_told(own_folder: Path) -> None:
     write("recipe/my_task/broken.py", "import nonsense_module")
     with pytest.raises(ConfigError, match=r"broken\.py.*broken\.py:1"):
         build_trainer({**config, "custom_trainer_module_path": "recipe/my_task/broken.py"})
-
-
-def test_a_trainer_that_is_built_gets_its_config_in_attribute_and_item_access(
-    own_folder: Path,
-) -> None:
-    write("recipe/my_task/my_trainer.py", MY_TRAINER)
-    trainer = build_trainer(yaml.safe_load(MY_TASK.replace("my_param: 0.5", "my_param: 0.25")))
-    assert trainer._my_param == 0.25

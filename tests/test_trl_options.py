@@ -98,6 +98,8 @@ def test_a_key_that_args_cannot_carry_says_where_it_is_set(key, advice):
         (2, {"device": "cuda", "processes": 2}, ""),
         (1, {"device": "cpu", "processes": 2}, ""),
         (0, {"processes": 2}, ""),
+        (0, {"sharding": "full"}, "backend.sharding: got full"),
+        (0, {"sharding": "full", "processes": 2, "device": "cpu"}, "backend.sharding: got full"),
     ],
 )
 def test_devices_are_counted_before_a_model_loads(found, given, problem, monkeypatch):
@@ -137,11 +139,6 @@ def test_lora_on_the_output_head_is_refused():
         TrlOptions(lora={"target_modules": ["q_proj", "lm_head"]})
 
 
-def test_an_unknown_schedule_names_the_known_ones():
-    with pytest.raises(ValidationError, match="'constant', 'constant_with_warmup', "):
-        TrlOptions(lr_scheduler="cosinus")
-
-
 def test_every_loss_has_a_plan():
     for loss, row in LOSSES.items():
         plan = plan_loss(loss, {}, 8)
@@ -176,11 +173,6 @@ def test_a_loss_refuses_what_it_does_not_read(loss, keys, message):
     assert TrlOptions().problems(config) == ([] if loss == "dappo" else [*caught.value.problems])
 
 
-def test_the_runs_loss_is_the_algorithms_own_where_the_config_names_none():
-    config = kit.run_config(None)
-    assert run_plan(config).name == "dapo"
-
-
 def test_a_loss_of_ones_own_is_found_by_its_path(tmp_path):
     (tmp_path / "mine.py").write_text(
         "def half(logprobs, old_logprobs, advantages, mask):\n"
@@ -200,16 +192,8 @@ def test_a_loss_of_ones_own_is_found_by_its_path(tmp_path):
     ("loss", "keys", "message"),
     [
         ("mine.py:whole", {}, "algorithm.loss: there is no whole in "),
-        (
-            "mine.py:two",
-            {},
-            "algorithm.loss: mine.py:two is two(logprobs, advantages), which can't",
-        ),
-        (
-            "mine.py:keyed",
-            {},
-            "four tensors; define it as (logprobs, old_logprobs, advantages, mask)",
-        ),
+        ("mine.py:two", {}, "algorithm.loss: mine.py:two is two(logprobs, advantages), which "),
+        ("mine.py:keyed", {}, "define it as (logprobs, old_logprobs, advantages, mask)"),
         ("mine.py:Class", {}, "algorithm.loss: Class in "),
         ("mine.py:right", {"beta": 1}, "algorithm.loss_config: got beta, but a custom loss"),
     ],

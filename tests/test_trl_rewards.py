@@ -14,13 +14,7 @@ from trl import GRPOTrainer
 
 from retrain.assembly import assemble
 from retrain.check import tried_rewards
-from retrain.config import (
-    DeadlinesConfig,
-    PromptsConfig,
-    RewardConfig,
-    RunConfig,
-    parse_config,
-)
+from retrain.config import DeadlinesConfig, PromptsConfig, RewardConfig, RunConfig, parse_config
 from retrain.errors import ConfigError, PluginError
 from retrain.prompts import ListPrompts
 from retrain.prompts.preparing import prepared
@@ -240,10 +234,7 @@ async def test_all_turns_are_one_completion_with_the_reasoning(folder: Path) -> 
 @pytest.mark.parametrize(
     ("keys", "problem"),
     [
-        (
-            {"type": "mine.py:short"},
-            "'short' raised ValueError",
-        ),
+        ({"type": "mine.py:short"}, "'short' raised ValueError"),
         ({"type": "mine.py:number"}, "it returned 1.0, expected a list of 2"),
         ({"type": "mine.py:some"}, "some requires the column level, but the row has answer"),
         ({"type": "mine.py:content"}, "`completions: messages`"),
@@ -272,10 +263,7 @@ async def test_functions_run_in_processes_and_are_made_of_keys(folder: Path) -> 
     ("keys", "problem"),
     [
         ({"type": "mine.py:short", "completions": "lists"}, "expected text or messages"),
-        (
-            {"type": "mine.py:some", "bonous": 2.0},
-            "bonous: .*rewards.0.bo",
-        ),
+        ({"type": "mine.py:some", "bonous": 2.0}, "bonous: .*rewards.0.bo"),
         ({"type": "mine.py:right", "wieght": 2}, "wieght: .*rewards.0.w"),
         ({"type": "mine.py:made"}, "size: "),
         ({"type": "mine.py:short", "prompts": []}, "prompts: "),
@@ -286,9 +274,7 @@ def test_a_wrong_key_is_an_error_at_once(keys: dict[str, Any], problem: str, fol
         weighted_reward(RewardConfig(**keys), "rewards.0", folder, DeadlinesConfig())
 
 
-async def test_check_tries_a_function_of_trl_whose_columns_all_rows_have(
-    folder: Path,
-) -> None:
+async def test_check_tries_a_function_of_trl_whose_columns_all_rows_have(folder: Path) -> None:
     def config(*rows: dict[str, Any]) -> RunConfig:
         rewards = [{"type": "mine.py:later"}, {"type": "mine.py:content"}]
         return parse_config({"prompts": list(rows), "rewards": rewards}, base_dir=folder)

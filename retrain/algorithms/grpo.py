@@ -39,8 +39,7 @@ class GRPO(Algorithm):
         credit: CreditUnit = "whole",
         discount: float = 1.0,
     ) -> None:
-        if (credit, discount) != ("whole", 1.0):
-            check_credit(credit, discount)
+        check_credit(credit, discount)
         self.baseline = baseline
         self.scale = scale
         self.eps = eps
@@ -71,11 +70,9 @@ class GRPO(Algorithm):
         return [[[a / divisor for a in tokens] for tokens in rows] for rows in credit]
 
     def _relative(self, values: Sequence[float]) -> list[float]:
-        """The values compared with each other."""
         if self.scale == "group":
             return group_relative(values, baseline=self.baseline, eps=self.eps)
         return centred(values, self.baseline)
 
     def _divisor(self, values: Iterable[float]) -> float:
-        """Of all values of a batch."""
         return std(list(values)) + self.eps if self.scale == "batch" else 1.0

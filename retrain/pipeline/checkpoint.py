@@ -49,7 +49,6 @@ class Checkpoint:
     counters: Mapping[str, Any]
     """The learner's own state: streaks, the highest reward, the best evaluation, callbacks."""
     config: Mapping[str, Any]
-    """The resolved config of the run."""
 
 
 class Checkpoints:
@@ -87,7 +86,6 @@ class Checkpoints:
         return target
 
     def close(self) -> None:
-        """End the thread that writes."""
         self._disk.close()
 
     def newest(self) -> tuple[Path, Checkpoint] | None:
@@ -177,15 +175,21 @@ def verified(path: Path) -> Checkpoint:
     return read(path)
 
 
+def check_free(target: Path) -> None:
+    """Raises FileExistsError if `target` is a file, or a folder with other contents."""
+    filled = target.is_dir() and any(target.iterdir()) and not (target / MANIFEST).exists()
+    if filled or target.is_file():
+        raise FileExistsError(f"{target} exists and is not a checkpoint. Choose another folder.")
+
+
 def copy(source: Path, target: Path) -> None:
     """Copy a checkpoint to `target`, replacing an older one there; blocks.
 
-    Raises FileExistsError when `target` holds something else, CheckpointError when `source` is
-    incomplete or the disk fails.
+    Raises FileExistsError as `check_free` does, CheckpointError when `source` is incomplete or the
+    disk fails.
     """
     verified(source)
-    if target.exists() and not (target / MANIFEST).exists() and not _is_empty(target):
-        raise FileExistsError(f"{target} exists and is not a checkpoint. Choose another folder.")
+    check_free(target)
     with _partial(target) as temporary:
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copytree(source, temporary)
@@ -275,7 +279,6 @@ def group_to_json(group: Group) -> dict[str, Any]:
 
 
 def group_from_json(saved: Mapping[str, Any], prompt_of: Callable[[Ticket], Prompt]) -> Group:
-    """The group that `group_to_json` wrote."""
     prompt = prompt_of(Ticket.parse(saved["ticket"]))
     trajectories = []
     for row in saved["trajectories"]:
@@ -334,7 +337,7 @@ def _problem(folder: Path) -> str | None:
     Raises CheckpointError when another version of `retrain` wrote it in another format.
     """
     try:
-        manifest = _checked(json.loads((folder / MANIFEST).read_text()))
+        manifest = json.loads((folder / MANIFEST).read_text())
         if manifest["format"] != FORMAT:
             raise CheckpointError(
                 f"{folder} has the checkpoint format {manifest['format']}, expected {FORMAT}. "
@@ -347,29 +350,9 @@ def _problem(folder: Path) -> str | None:
                 return f"{name} doesn't match the manifest"
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
-    except (OSError, ValueError, RecursionError) as error:
-        return f"can't read its manifest ({error})"
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        return f"can't read its manifest ({type(error).__name__}: {error})"
     return None
-
-
-def _checked(manifest: Any) -> dict[str, Any]:
-    """`manifest` if it has the structure of one; raises ValueError."""
-    if not isinstance(manifest, dict) or "format" not in manifest:
-        raise ValueError(f"got {shown(manifest)}, expected an object with `format` and `files`")
-    if manifest["format"] != FORMAT:
-        return manifest
-    files = manifest.get("files")
-    if not isinstance(files, dict) or not files:
-        raise ValueError(f"files: got {shown(files)}, expected an object that names them")
-    for name, entry in files.items():
-        if not isinstance(entry, list) or len(entry) != 2 or _leaves(name):
-            raise ValueError(f"files: got {shown(name)}: {shown(entry)}, expected [size, digest]")
-    return manifest
-
-
-def _leaves(name: str) -> bool:
-    """Whether a path leads out of its folder."""
-    return Path(name).is_absolute() or ".." in Path(name).parts
 
 
 def _differences(old: Any, new: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
@@ -389,10 +372,6 @@ def _differences(old: Any, new: Any, path: str = "") -> Iterator[tuple[str, Any,
         yield path, old, new
     for key, before, after in inner:
         yield from _differences(before, after, f"{path}.{key}".lstrip("."))
-
-
-def _is_empty(folder: Path) -> bool:
-    return folder.is_dir() and not any(folder.iterdir())
 
 
 def _digest(path: Path) -> str:

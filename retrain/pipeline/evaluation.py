@@ -76,16 +76,13 @@ class Evaluation:
 
     @property
     def section(self) -> EvalConfig:
-        """Of the config."""
         assert self.config.eval is not None
         return self.config.eval
 
     def due(self, step: int, *, last: bool) -> bool:
-        """Whether to evaluate after this step."""
         return last or step % self.section.every == 0
 
     async def previous(self) -> None:
-        """Wait for the previous evaluation to end."""
         if self._task is not None and _within.get() is not self._task:
             await asyncio.wait([self._task])
 
@@ -124,7 +121,6 @@ class Evaluation:
         return {"best": self.best, "row": self._row, "owed": step if owed else None}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state()`."""
         self.owed = state.get("owed")
         if state:  # else the run had no evaluations then
             self.best, self._row = state["best"], dict(state["row"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
-from typing import Any, Concatenate, ParamSpec
+from typing import Any
 
 from retrain.errors import CheckpointError, NonFiniteError
 from retrain.observe.failure import causes, first_line
@@ -13,17 +13,15 @@ from retrain.observe.progress import near
 from retrain.pipeline.resume import checkpoint
 from retrain.pipeline.run import Run
 
-P = ParamSpec("P")
+Stage = Callable[[Run], Coroutine[Any, Any, None]]
 
 
-def stops_the_learner(
-    stage: Callable[Concatenate[Run, P], Coroutine[Any, Any, None]],
-) -> Callable[Concatenate[Run, P], Coroutine[Any, Any, None]]:
+def stops_the_learner(stage: Stage) -> Stage:
     """A stage whose error ends the run after the step under way, so that no update is lost."""
 
-    async def guarded(run: Run, /, *args: P.args, **keys: P.kwargs) -> None:
+    async def guarded(run: Run) -> None:
         try:
-            await stage(run, *args, **keys)
+            await stage(run)
         except Exception as error:  # noqa: BLE001 - drive() raises it
             run.fail(error)
 

@@ -19,7 +19,6 @@ from retrain.pipeline.signal import without_signal
 from retrain.prompts import PromptSource
 from retrain.types import Group, Prompt, Ticket
 
-Drop = Callable[[Group, str], None]
 AGAIN = ("stale", "outage", "unfinished")
 """Causes of a drop after which the prompt is issued again. `unfinished`: the run failed first."""
 
@@ -57,16 +56,13 @@ class Desk:
 
     def drop(self, group: Group, cause: str) -> None:
         """Drop a finished group; for the causes in `AGAIN` its prompt is issued again."""
-        again = None
-        if cause in AGAIN:
-            again = self.ledger.reissue(group.ticket)
-        else:
+        again = self.ledger.reissue(group.ticket) if cause in AGAIN else None
+        if again is None:
             self.ledger.retire([group.ticket])
         self._record.dropped(group, cause, again)
         self.admit.set()
 
     def trained(self, groups: Sequence[Group]) -> None:
-        """These groups were trained."""
         self.ledger.retire(group.ticket for group in groups)
         self.admit.set()
 
@@ -83,7 +79,7 @@ class Intake:
         config: RunConfig,
         ledger: Ledger,
         done: asyncio.Queue[Group | None],
-        drop: Drop,
+        drop: Callable[[Group, str], None],
         report: Callable[..., None],
     ) -> None:
         """`report(state, ...)` writes the event of an outage."""
@@ -172,7 +168,6 @@ class Intake:
             self.drop_held(self.outage.excuses, "outage")
 
     def drop_held(self, unwanted: Callable[[Group], bool], cause: str) -> None:
-        """Drop the groups of `held` that are `unwanted`."""
         for group in filter(unwanted, list(self.held.values())):
             del self.held[group.ticket]
             self._drop(group, cause)
@@ -180,8 +175,13 @@ class Intake:
     async def _next(self, chosen: dict[Ticket, Group]) -> Group | None:
         """The next finished group: any, or the one that was issued first with `in_order`."""
         while True:
-            wanted = self._wanted(chosen)
-            if wanted is not None:
+            if self._train.order == "ready":
+                wanted = next(iter(self.held), None)
+            else:
+                wanted = next(
+                    (ticket for ticket in self._ledger.open if ticket not in chosen), None
+                )
+            if wanted in self.held:
                 return self.held.pop(wanted)
             group = await self._done.get()
             if group is not None:
@@ -189,16 +189,9 @@ class Intake:
             if self._stopped:
                 return None
 
-    def _wanted(self, chosen: dict[Ticket, Group]) -> Ticket | None:
-        if self._train.order == "ready":
-            return next(iter(self.held), None)
-        first = next((ticket for ticket in self._ledger.open if ticket not in chosen), None)
-        return first if first in self.held else None
-
     def _unfit(self, group: Group, version: int, refills: int) -> str | None:
         """The cause why a group can't be trained; None when it can."""
-        scored = group.scored
-        if not scored:
+        if not group.scored:
             excused = self.outage is not None and self.outage.excuses(group)
             return "outage" if excused else "failed"
         self.failed_in_a_row = 0

@@ -63,7 +63,6 @@ class Ledger:
         return again
 
     def state(self) -> dict[str, Any]:
-        """The state of the ledger as JSON values."""
         return {
             "epoch": self.epoch,
             "position": self._position,

@@ -145,7 +145,6 @@ class Meter:
         return row
 
     def evaluation(self) -> Metrics:
-        """What an evaluation reports of its groups."""
         rewards = self._rewards
         return {
             "eval/rollouts/ok": len(rewards),
@@ -158,7 +157,6 @@ class Meter:
         }
 
     def _sampling(self, adapter: Mapping[str, float], ages: Sequence[int]) -> Metrics:
-        """The metrics of rollouts and of the update on them."""
         return {
             "reward/mean": fmean(self._rewards) if self._rewards else math.nan,
             "reward/std": std(self._rewards, ddof=0) if self._rewards else math.nan,
@@ -194,7 +192,6 @@ class Meter:
 
 
 def spread(values: Sequence[float]) -> Metrics:
-    """How the values of a component are distributed."""
     return {
         "mean": fmean(values),
         "std": std(values, ddof=0),

@@ -143,7 +143,6 @@ class Recorder:
         version: int,
         evaluation: Metrics,
     ) -> Metrics:
-        """The row of a step that trained the weights of version `trained` and serves `version`."""
         self.meter.lap("publish")
         row = self.meter.row(step, groups, metrics, trained, version) | evaluation
         self.history.append(row)

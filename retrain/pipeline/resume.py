@@ -105,18 +105,14 @@ async def checkpoint(run: Run) -> None:
     )
     run.record.checkpoint(run.step, path)
     for old in run.checkpoints.prune(run.config.checkpoint.keep):
-        await _forget(run, old)
+        try:
+            state = AdapterState(old / "adapter", read(old).adapter)
+            forgetting = run.backend.adapter.forget(state)
+            await run.backend.within("forget", forgetting, limit="checkpoint")
+        except (AdapterError, CheckpointError, DeadlineError) as error:
+            run.record.fault(f"{old.name}: {error}")
+        run.checkpoints.remove(old)
     await run.callbacks.call("on_checkpoint", run, run.step, path)
-
-
-async def _forget(run: Run, old: Path) -> None:
-    """Delete a checkpoint, at the backend too unless its run state can't be read."""
-    try:
-        state = AdapterState(old / "adapter", read(old).adapter)
-        await run.backend.within("forget", run.backend.adapter.forget(state), limit="checkpoint")
-    except (AdapterError, CheckpointError, DeadlineError) as error:
-        run.record.fault(f"{old.name}: {error}")
-    run.checkpoints.remove(old)
 
 
 async def _fill(run: Run, callbacks: Sequence[Mapping[str, Any]], folder: Path) -> Checkpoint:

@@ -69,7 +69,6 @@ class Backend:
             self._record.progress()
 
     async def publish(self) -> None:
-        """Make the sampler serve the trained weights."""
         started = time.time()
         self.published = False
         self.version = await self.within("publish", self.adapter.publish())
@@ -215,7 +214,6 @@ class Run:
         return trained // self.desk.epoch_length
 
     def result(self, status: Status) -> TrainingResult:
-        """The outcome of the run so far."""
         history = self.record.history
         return TrainingResult(
             status=status,

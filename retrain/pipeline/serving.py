@@ -28,7 +28,11 @@ async def serving(run: Run, adapter: Adapter) -> AsyncIterator[None]:
     run.skips_flat = run.parts.skips_flat and not adapter.model_loss
     adapter.watch(run.record.server)
     run.record.decode = adapter.tokenizer.decode
-    _check_publishes(run)
+    if checks_publishes(run.config, adapter):
+        from retrain.pipeline.verify import PublishCheck
+
+        report = partial(run.record.event, "fault")
+        run.backend.check = PublishCheck(run.config, adapter, lambda error: report(error=error))
     if run.sampled:
         _play(run, _chat(run))
     else:
@@ -47,17 +51,6 @@ def checks_publishes(config: RunConfig, adapter: Adapter) -> bool:
     """Whether each publish is checked: if the config says so, or if that costs nothing."""
     wanted = config.train.check_publish
     return wanted is True or (wanted == "auto" and adapter.capabilities.checks == "free")
-
-
-def _check_publishes(run: Run) -> None:
-    adapter = run.backend.adapter
-    if checks_publishes(run.config, adapter):
-        from retrain.pipeline.verify import PublishCheck
-
-        def report(error: str) -> None:
-            run.record.event("fault", error=error)
-
-        run.backend.check = PublishCheck(run.config, adapter, report)
 
 
 def _chat(run: Run) -> Chat:

@@ -55,7 +55,6 @@ class Signal:
         """Scored rollouts of the first steps, none of which had a reward above 0."""
 
     def see(self, group: Group) -> None:
-        """Remember the highest and the lowest reward."""
         for seat, rewards in _by_seat([group]).items():
             low, high = self._range.get(seat, (math.inf, -math.inf))
             self._range[seat] = min(low, *rewards), max(high, *rewards)

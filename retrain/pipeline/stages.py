@@ -44,7 +44,7 @@ from retrain.observe.naming import wanted_folder
 from retrain.observe.run_dir import RunDirectory
 from retrain.pipeline.failing import rescue, stops_the_learner, with_failures
 from retrain.pipeline.resume import begin_from, checkpoint, in_run_dir, restore
-from retrain.pipeline.run import Backend, Run
+from retrain.pipeline.run import Run
 from retrain.pipeline.serving import serving
 from retrain.rollout import Playback, Slot
 from retrain.scoring import fail
@@ -355,13 +355,11 @@ async def step(run: Run) -> bool:
     if groups is None:
         return False
     run.desk.taken = groups
-    noted = await review(run.parts, groups, run.record.fault)
-    scored = [Group(group.prompt, group.scored) for group in groups]
-    batch, has_credit = await credit(run.parts, backend, scored)
+    batch, has_credit, noted = await credit(run, groups)
     skipped = run.skips_flat and not has_credit
     if run.sampled and not skipped:
         await backend.first_check(groups)
-    metrics = await update(run, scored, batch, skipped=skipped)
+    metrics = await update(run, groups, batch, skipped=skipped)
     if run.sampled and not skipped:
         metrics = {**metrics, **await publish(run, groups)}
     row = run.record.step(
@@ -402,20 +400,24 @@ async def review(parts: Parts, groups: Sequence[Group], fault: Callable[[str], N
     return noted
 
 
-async def credit(parts: Parts, backend: Backend, scored: Sequence[Group]) -> tuple[Batch, bool]:
-    """The batch of the groups, and whether any rollout got credit.
+async def credit(run: Run, groups: Sequence[Group]) -> tuple[Batch, bool, Metrics]:
+    """The batch of the groups, whether any rollout got credit, and what `review` noted.
 
     Raises NoSignalError when no token was sampled, RunError for a wrong number of advantages.
     """
+    parts = run.parts
+    noted = await review(parts, groups, run.record.fault)
+    paired = row_of(parts.loss).reads == "pairs"
+    scored = [Group(group.prompt, group.scored) for group in groups]
     alike = [part for group in scored for part in group.by_seat]
     returned = await apart("advantages", parts.algorithm.advantages, alike)
     credits = fitting(alike, returned, f"the algorithm {type(parts.algorithm).__name__}")
-    samples = make_samples(alike, credits, paired=row_of(parts.loss).reads == "pairs")
+    samples = make_samples(alike, credits, paired=paired)
     if not samples:
         raise NoSignalError("the rollouts of this step have no sampled token to train on")
     has_credit = any(any(sample.advantages) for sample in samples)
     if penalty := parts.config.algorithm.kl_penalty:
-        reference = await backend.logprobs([s.token_ids for s in samples], reference=True)
+        reference = await run.backend.logprobs([s.token_ids for s in samples], reference=True)
         samples = kl_penalised(samples, reference, penalty)
     batch = batch_of(
         samples,
@@ -423,7 +425,7 @@ async def credit(parts: Parts, backend: Backend, scored: Sequence[Group]) -> tup
         loss_config=parts.loss_config,
         normalisation=parts.normalisation,
     )
-    return batch, has_credit
+    return batch, has_credit, noted
 
 
 async def update(
@@ -440,7 +442,8 @@ async def update(
     backend, learner = run.backend, run.parts.learner
     backend.whole = False
     if not skipped:
-        call = learner.update(groups, batch) if learner else backend.adapter.update(batch)
+        scored = [Group(group.prompt, group.scored) for group in groups]
+        call = learner.update(scored, batch) if learner else backend.adapter.update(batch)
         metrics = await backend.within("update", call)
     if not math.isfinite(metrics.get("loss", 0.0)):
         raise NonFiniteError(f"the loss of step {number} is {metrics['loss']}")

@@ -25,7 +25,7 @@ from retrain.errors import CheckpointError, NotFoundError, RewardError, shown
 from retrain.observe.callbacks import Callback, Callbacks, RunFace, TrainingResult
 from retrain.observe.naming import unused_folder
 from retrain.pipeline import train
-from retrain.pipeline.checkpoint import DATA, MANIFEST, MODEL, changes, copy, verified
+from retrain.pipeline.checkpoint import DATA, MODEL, changes, check_free, copy, verified
 from retrain.scoring import RewardCalculator, Scorer, WeightedReward
 from retrain.trainer.hooks import Hooks, ResumePoint, StepPermits
 from retrain.types import Metrics
@@ -165,10 +165,7 @@ class BaseTrainer(ABC):
         training, FileExistsError when the folder has other contents.
         """
         target = Path(path).expanduser()
-        if target.is_file() or (
-            target.is_dir() and any(target.iterdir()) and not (target / MANIFEST).exists()
-        ):
-            raise FileExistsError(f"{target} exists and is not a checkpoint; choose another folder")
+        check_free(target)
         if self._hooks is not None:
             self._hooks.saves.append(target)
         elif self._progress.checkpoint is None:
@@ -300,7 +297,6 @@ class BaseTrainer(ABC):
 
 
 def one_reward(name: str, calculator: RewardCalculator, config: RunConfig) -> Scorer:
-    """The scorer of a run with a single reward."""
     return Scorer(
         [WeightedReward(name, 1.0, calculator)],
         deadlines=config.deadlines,

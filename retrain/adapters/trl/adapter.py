@@ -22,7 +22,6 @@ from retrain.adapters.trl.ranks.contract import Place, launched
 from retrain.adapters.trl.ranks.crew import STOP_SECONDS, Crew
 from retrain.adapters.trl.ranks.group import Ranks, lost_peer
 from retrain.adapters.trl.rows import check_samples
-from retrain.adapters.trl.sampling import open_servers
 from retrain.adapters.trl.together import together
 from retrain.adapters.trl.worker import TrainerJob, TrainerThread
 from retrain.config import RunConfig
@@ -34,6 +33,8 @@ from retrain.sampler import Tokenizer
 from retrain.supervision.starting import announced
 from retrain.types import Batch, Metrics
 from retrain.vllm.checks import PROBE, check_logprobs, probe_of
+from retrain.vllm.client import AdapterSlots
+from retrain.vllm.opening import Opening, open_vllm
 from retrain.vllm.options import VllmOptions
 from retrain.vllm.sampler import VllmSampler
 
@@ -185,23 +186,31 @@ class TrlAdapter(Adapter):
 
     async def _open_vllm(self, options: VllmOptions) -> None:
         """Open the servers, publish version 0, and compare log-probs with the trainer's."""
-        self.sampler = await open_servers(
-            options,
-            self.options,
-            self.config,
-            folder=self._folder,
-            scratch=Path(self._scratch.name),
-            tokenizer=self.tokenizer,
-            model=self._thread.trainer.model,
+        config, lora, scratch = self.config, self.options.lora, Path(self._scratch.name)
+        versions = config.staleness.bound + 2 + (config.eval is not None)  # in use at the same time
+        opening = Opening(
+            self._folder,
+            self._thread.trainer.model,
+            self.tokenizer,
+            dtype=place_model(self.options).frozen_dtype,
+            scratch=scratch,
+            logs=config.run_dir if config.run_dir and config.run_dir.is_dir() else scratch,
+            base_dir=config.base_dir,
+            lora=AdapterSlots(lora.r, versions) if lora else None,
+            tokens=config.rollout.max_sequence_length or 2,
+            outage_seconds=config.deadlines.outage,
+            publish_seconds=config.deadlines.publish,
         )
+        sampler: VllmSampler = await open_vllm(options, opening)
+        self.sampler = sampler
         async with AsyncExitStack() as failed:
-            failed.push_async_callback(self.sampler.close)
-            assert self.sampler.context_length is not None
-            self.context_length = self.sampler.context_length
+            failed.push_async_callback(sampler.close)
+            assert sampler.context_length is not None
+            self.context_length = sampler.context_length
             await self._push(self._version)
-            probe = probe_of(self.tokenizer.encode(PROBE), self.sampler.vocabulary)
+            probe = probe_of(self.tokenizer.encode(PROBE), sampler.vocabulary)
             [expected] = await self.own_logprobs([probe])
-            await check_logprobs(self.sampler, probe, expected, options.check)
+            await check_logprobs(sampler, probe, expected, options.check)
             failed.pop_all()
 
     async def logprobs(
@@ -300,16 +309,14 @@ class TrlAdapter(Adapter):
             raise
         except Exception as error:
             if lost_peer(error):
-                raise await self._lost_rank() from error
+                loss = await self._crew.loss() if self._crew else None
+                raise loss or AdapterError(
+                    "another process of the run has ended or can't be reached; see its output for "
+                    "the cause"
+                ) from error
             if isinstance(error, RetrainError):
                 raise
             raise AdapterError(f"the trainer failed: {type(error).__name__}: {error}") from error
-
-    async def _lost_rank(self) -> AdapterError:
-        loss = await self._crew.loss() if self._crew else None
-        return loss or AdapterError(
-            "another process of the run has ended or can't be reached; see its output for the cause"
-        )
 
     async def _end_thread(self) -> None:
         self._thread.stop()
@@ -326,7 +333,6 @@ class TrlAdapter(Adapter):
             self._scratch.cleanup()
 
     async def _thread_ended(self, seconds: float) -> bool:
-        """Wait at most `seconds`."""
         if not self._thread.began:
             return True
         ended = asyncio.wrap_future(self._thread.ended)

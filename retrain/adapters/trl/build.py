@@ -105,9 +105,10 @@ def build_trainer(
             args.ddp_find_unused_parameters = _has_optional_parts(model)
         trainer = PipeTrainer(
             model,
-            reward_funcs=_never_called,
+            reward_funcs=lambda **_: [],  # TRL requires one, but the pipe has scored the rollouts
             args=args,
-            train_dataset=_placeholder(config, ranks.size),
+            # one empty prompt per step and rank drives Trainer's loop, and is never read
+            train_dataset=Dataset.from_dict({"prompt": [""] * args.max_steps * ranks.size}),
             processing_class=tokenizer,
             peft_config=_lora(options.lora),
             plan=plan,
@@ -160,7 +161,7 @@ def grpo_args(
         use_cpu=not cuda,
         bf16=placement.autocast,
         temperature=config.sampling.temperature or 1.0,
-        per_device_train_batch_size=2,  # TRL needs at least two generations; see _placeholder
+        per_device_train_batch_size=2,  # TRL needs at least two generations
         num_generations=2,
         shuffle_dataset=False,
         ignore_data_skip=True,
@@ -195,11 +196,6 @@ def _has_optional_parts(model: Any) -> bool:
     )
 
 
-def _placeholder(config: RunConfig, ranks: int) -> Dataset:
-    """One empty prompt per step and rank, which drives Trainer's loop and is never read."""
-    return Dataset.from_dict({"prompt": [""] * max(1, config.train.total_train_steps) * ranks})
-
-
 def hush() -> None:
     """Keep other output off the terminal: progress bars, and other libraries' warnings."""
     transformers_logging.disable_progress_bar()
@@ -207,11 +203,6 @@ def hush() -> None:
         "ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning
     )
     warnings.filterwarnings("ignore", message="OMP_NUM_THREADS/MKL_NUM_THREADS unset")
-
-
-def _never_called(**_: object) -> list[float]:
-    """TRL requires a reward function, but the pipe has scored the rollouts already."""
-    raise AssertionError("TRL must not score: the run does")
 
 
 def _lora(options: LoraOptions | None) -> LoraConfig | None:

@@ -77,7 +77,6 @@ class Follower:
         self.wait_for(STOP)
 
     def next_share(self, cut: CutBatch) -> Share:
-        """This rank's share of the next batch."""
         share: Share = self.wait_for(STEP).share
         return share
 

@@ -70,7 +70,6 @@ class Shape:
 
     @property
     def parameters(self) -> int:
-        """Parameters of the model."""
         head = self.vocabulary * self.hidden
         return (head if self.tied else 2 * head) + self.layers * self.layer + self.hidden
 
@@ -211,7 +210,6 @@ class Needs:
 
 
 def micro_batch_tokens(options: Options, config: RunConfig, *, cuda: bool) -> int:
-    """`backend.micro_batch_tokens`, with `auto` resolved."""
     shape = read_shape(find_model(config.model, config.base_dir))
     return Needs(shape, options, config, cuda).micro_batch if shape else 2_048
 

@@ -135,11 +135,9 @@ class TrlOptions(OptimizerOptions):
         return place.size if place else value
 
     def local_tokenizer(self, config: RunConfig) -> Tokenizer | None:
-        """That of `model`."""
         return local_tokenizer(find_model(config.model, config.base_dir))
 
     def layout(self) -> str:
-        """Processes with their sharding, and vLLM."""
         place, parts = launched(), []
         if (size := place.size if place else self.processes) > 1:
             parts.append(f"{size} processes, sharding {self.sharding}")
@@ -153,7 +151,6 @@ class TrlOptions(OptimizerOptions):
         return needed if self.sampler.type == "local" else needed | {"remote": ("aiohttp", "httpx")}
 
     def needed_by(self, extra: str) -> str | None:
-        """The sampler needs HTTP."""
         return f"backend.sampler: {self.sampler.type}" if extra == "remote" else None
 
     def capabilities(self) -> Capabilities:
@@ -187,7 +184,6 @@ class TrlOptions(OptimizerOptions):
         return found
 
     def forecast(self, config: RunConfig) -> Forecast:
-        """An estimate from the model's config.json."""
         return forecast(self, config)
 
     def warnings(self, config: RunConfig) -> list[str]:

@@ -99,7 +99,6 @@ class StepRecord:
             self.add(sums)
 
     def metrics(self) -> Metrics:
-        """The metrics of the whole step."""
         tokens, sequences = max(1.0, self.sums["tokens"]), self.batch.denominators.sequences
         counts = {"dpo/": self.sums["pairs"], SEQUENCE: max(1, sequences)}
         means = {

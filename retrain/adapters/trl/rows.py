@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from retrain.algorithms.batching import rollout_tokens
-from retrain.errors import NonFiniteError
+from retrain.errors import NonFiniteError, first_of
 from retrain.types import Sample
 
 Rows = dict[str, Tensor]
@@ -122,10 +122,8 @@ def _numbers(samples: Sequence[Sample]) -> Tensor:
 
 
 def group_ids(samples: Iterable[Sample]) -> str:
-    """The groups of these samples for a message, at most eight."""
-    names = list(dict.fromkeys(sample.group_id for sample in samples))
-    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-    return ", ".join(names[:8]) + more
+    """The groups of these samples, for a message."""
+    return first_of(list(dict.fromkeys(sample.group_id for sample in samples)))
 
 
 def units(samples: Sequence[Sample], paired: bool, rollouts: bool) -> Iterator[list[Sample]]:

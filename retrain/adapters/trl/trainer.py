@@ -38,13 +38,12 @@ from retrain.adapters.trl.handover import Handover
 from retrain.adapters.trl.native import WholeBatchLoss
 from retrain.adapters.trl.plan import LossPlan
 from retrain.adapters.trl.ranks.group import ALONE, OutOfStepError, Ranks, lost_peer
-from retrain.adapters.trl.ranks.sharding import is_sharded
 from retrain.adapters.trl.record import SEQUENCE, StepRecord
 from retrain.adapters.trl.rows import STREAM, Rows, collate, group_ids, with_shares
 from retrain.adapters.trl.shares import Part, Share, divide
 from retrain.adapters.trl.worker import CutBatch
 from retrain.engine.losses import mismatch_weights, shared_loss
-from retrain.errors import AdapterError, CheckpointError, ConfigError, NonFiniteError
+from retrain.errors import CheckpointError, ConfigError, NonFiniteError
 from retrain.losses import row_of
 from retrain.types import Batch, Metrics, Sample
 
@@ -90,7 +89,6 @@ class PipeTrainer(WholeBatchLoss, Handover):
         self._idle = False
         """The present part is a copy of another rank's."""
         self.add_callback(_StepEnd(self))
-
         self._to_correct: Rows | None = None
 
     # --- one optimizer step
@@ -102,7 +100,6 @@ class PipeTrainer(WholeBatchLoss, Handover):
         add a version of staleness, and a deadlock at staleness 0.
         """
         share = self.feed.next_share(self._shares)
-        self._check_sharding()
         self.record = StepRecord(share.batch)
         with self._own_randomness():
             loss = self._whole_batch(model, share.parts)
@@ -110,7 +107,6 @@ class PipeTrainer(WholeBatchLoss, Handover):
         return loss
 
     def _shares(self, batch: Batch) -> list[Share]:
-        """What each rank trains."""
         row, rule, samples = row_of(batch.loss), self.plan.mismatch, batch.samples
         if row.trl_mean == "row_means":
             samples = with_shares(samples)
@@ -147,14 +143,6 @@ class PipeTrainer(WholeBatchLoss, Handover):
         with nullcontext() if last or alone else self.accelerator.no_sync(model):
             loss: Tensor = super().training_step(model, rows, None)
         return loss
-
-    def _check_sharding(self) -> None:
-        """Raises AdapterError if each rank holds the whole model although the run shards it."""
-        if self.sharded and not is_sharded(self.model):
-            raise AdapterError(
-                "backend.sharding: got full, but the installed accelerate did not shard the model; "
-                "install a supported version, or set it to none"
-            )
 
     def _prepare_inputs(self, rows: Rows) -> Rows:
         return {name: tensor.to(self.args.device) for name, tensor in rows.items()}

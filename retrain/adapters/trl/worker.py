@@ -95,7 +95,6 @@ class TrainerThread:
 
     @property
     def began(self) -> bool:
-        """Whether the thread has been started."""
         return self._thread.ident is not None
 
     def start(self) -> None:
@@ -121,7 +120,10 @@ class TrainerThread:
         """Queue a job; raises AdapterError with the cause when the thread has ended."""
         with self._lock:
             if self._closed:
-                raise self._later_error()
+                why = f"it failed with {self._cause!r}" if self._cause else "it was closed"
+                raise AdapterError(
+                    f"the trainer has ended: {why}; continue from the last checkpoint"
+                ) from self._cause
             self._jobs.put(job)
         return job.future
 
@@ -140,7 +142,6 @@ class TrainerThread:
         return shares[0]
 
     def finish_step(self, metrics: Metrics) -> None:
-        """The batch's optimizer step is done."""
         assert self._batch is not None
         job, self._batch = self._batch, None
         self._resolve(job, metrics)
@@ -153,14 +154,11 @@ class TrainerThread:
     # --- the thread
 
     def _main(self) -> None:
-        with PROCESS_STATE:
-            self._work()
-
-    def _work(self) -> None:
         try:
-            torch.set_num_threads(self._threads)
-            with self._meet(self) as self.ranks:
-                self._train()
+            with PROCESS_STATE:
+                torch.set_num_threads(self._threads)
+                with self._meet(self) as self.ranks:
+                    self._train()
         except Stopped:
             pass
         except BaseException as error:  # noqa: BLE001 - the owner gets it, whatever it is
@@ -285,11 +283,4 @@ class TrainerThread:
             return cause or AdapterError("the trainer was closed before it did this")
         error = AdapterError(f"the trainer failed: {type(cause).__name__}: {cause}")
         error.__cause__ = cause
-        return error
-
-    def _later_error(self) -> AdapterError:
-        """For jobs that were submitted afterwards."""
-        why = f"it failed with {self._cause!r}" if self._cause else "it was closed"
-        error = AdapterError(f"the trainer has ended: {why}; continue from the last checkpoint")
-        error.__cause__ = self._cause
         return error

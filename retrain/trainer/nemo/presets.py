@@ -18,7 +18,7 @@ from retrain.config import RunConfig, parse_config, plain
 from retrain.config.paths import find_model
 from retrain.config.problems import problems_of
 from retrain.environment import Environment
-from retrain.errors import ConfigError, RewardError, nearest, shown
+from retrain.errors import ConfigError, nearest, shown
 from retrain.observe.callbacks import Callback, TrainingResult
 from retrain.supervision.threads import DaemonPool
 from retrain.trainer.base import BaseTrainer, Plan, Task, blocking, one_reward
@@ -123,7 +123,6 @@ class PresetTrainer(BaseTrainer):
             return Plan(config, Given(**given), steps, epochs, close=closing.pop_all().close)
 
     def _scoring(self, task: Task, data: Data, pool: DaemonPool) -> Scoring:
-        """What follows from the task and the data."""
         return {}, {}
 
 
@@ -193,7 +192,8 @@ class RewardTrainer(PresetTrainer):
             return _played(task.environment, pool)
         limits, config = self._settings.limits, self._run_config()
         assert isinstance(limits, RolloutLimits)
-        failed = self._reward_failed if limits.on_reward_error == "raise" else _counted
+        raises = limits.on_reward_error == "raise"  # otherwise the pipe only counts the failure
+        failed = self._reward_failed if raises else lambda error: None
         judge = RewardReader(limits.reward_weights, failed)
         scorer = one_reward(NAME, as_calculator(task.reward_fn, judge, pool), config)
         return {"scorer": scorer}, {"rewards": [{"type": NAME}]}
@@ -298,7 +298,3 @@ def _played(environment: Any, pool: DaemonPool) -> Scoring:
     if callable(getattr(one, HOOK, None)):
         given["learner"] = Review(one, pool)
     return given, sections
-
-
-def _counted(error: RewardError) -> None:
-    """The pipe counts the failure as its rollout's outcome; nothing else happens."""

@@ -90,7 +90,7 @@ class RolloutLimits(RunLimits):
     batch: ClassVar[str] = "num_prompts_per_step"
     num_prompts_per_step: Count = 32
     num_generations_per_prompt: Annotated[int, Field(ge=2)] = 16
-    """RolloutLimits per prompt. At least 2, since their rewards are compared."""
+    """Rollouts per prompt. At least 2, since their rewards are compared."""
     max_rollout_turns: Count | None = None
     reward_weights: dict[str, FiniteFloat] | None = None
     """Weights of the numbers in a dict that `reward_fn` returns; None for the plain sum."""

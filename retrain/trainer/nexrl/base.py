@@ -40,7 +40,13 @@ class BaseTrainer(ABC):
         """
         self.settings: RecipeSettings = read_settings(config)
         self._config: RecipeSection = self.settings.section
-        self._check_algorithm_keys()
+        known = vars(type(self)).get("algorithm_keys")
+        unknown = [] if known is None else [k for k in self._config.algorithm if k not in known]
+        if unknown:
+            raise ConfigError(
+                f"trainer.algorithm: {type(self).__name__} doesn't read {', '.join(unknown)}, "
+                f"only {', '.join(known or ())}; a custom trainer can read any key"
+            )
         self.service: TrainingService = self._make_service(self.settings)
         """The backend: opened on first use."""
         self._total_train_steps = self.settings.run.train.total_train_steps
@@ -178,13 +184,3 @@ class BaseTrainer(ABC):
         """The rollout metrics of a batch or of trajectories; `train` adds those of its own."""
         found = getattr(batch, "metadata", {"trajectories": batch}).get("trajectories", ())
         return log_rollout_metrics(found, {})
-
-    def _check_algorithm_keys(self) -> None:
-        """Raises ConfigError for keys of `algorithm` that a built-in class doesn't read."""
-        known = vars(type(self)).get("algorithm_keys")
-        unknown = [] if known is None else [k for k in self._config.algorithm if k not in known]
-        if unknown:
-            raise ConfigError(
-                f"trainer.algorithm: {type(self).__name__} doesn't read {', '.join(unknown)}, "
-                f"only {', '.join(known or ())}; a custom trainer can read any key"
-            )

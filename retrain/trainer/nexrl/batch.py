@@ -88,7 +88,6 @@ class Batch:
         self.metadata.update(metadata or {})
 
     def __len__(self) -> int:
-        """The number of rows."""
         for value in self.values.values():
             if isinstance(value, list) or (isinstance(value, Tensor) and value.dim() > 0):
                 return len(value)

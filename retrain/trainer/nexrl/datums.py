@@ -91,7 +91,6 @@ def masked(values: Sequence[float], mask: Sequence[int], otherwise: float = 0.0)
 
 
 def _credit(datum: Mapping[str, Any], index: int, trained: int) -> list[float]:
-    """An advantage for each trained token."""
     given = datum.get("token_advantages")
     if given is None or len(given) == 0:
         if datum.get("advantage") is None:

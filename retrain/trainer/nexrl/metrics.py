@@ -25,19 +25,14 @@ def log_rollout_metrics(
     numbered = enumerate(trajectories)
     rewards = [reward_of(one, index) for index, one in numbered if one.get("reward") is not None]
     metrics |= {f"{prefix}reward_{name}": value for name, value in _spread(rewards).items()}
-    metrics |= {f"{prefix}{name}": fmean(values) for name, values in _scores(trajectories).items()}
-    metrics |= _lengths(trajectories)
-    return metrics
-
-
-def _scores(trajectories: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
-    """The numbers in `score`, by name."""
     scores: dict[str, list[float]] = {}
     for one in trajectories:
         for name, value in dict(one.get("score") or {}).items():
             if isinstance(value, int | float):
                 scores.setdefault(name, []).append(float(value))
-    return scores
+    metrics |= {f"{prefix}{name}": fmean(values) for name, values in scores.items()}
+    metrics |= _lengths(trajectories)
+    return metrics
 
 
 def _lengths(trajectories: Sequence[Mapping[str, Any]]) -> Metrics:

@@ -48,7 +48,6 @@ def select_trainer(config: Mapping[str, Any]) -> type[BaseTrainer]:
 
 
 def _automatic(section: RecipeSection) -> type[BaseTrainer]:
-    """The built-in trainer for the backend and the algorithm."""
     algorithm = algorithm_of(section)
     if algorithm not in ("grpo", "cross_entropy"):
         raise ConfigError(

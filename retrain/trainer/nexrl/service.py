@@ -64,7 +64,6 @@ class TrainingService:
 
     @property
     def used(self) -> bool:
-        """Whether it has been opened."""
         return self._closed or self._adapter is not None
 
     def open(self) -> None:

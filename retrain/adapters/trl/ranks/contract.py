@@ -31,7 +31,6 @@ class Place:
     """The leader started it, or itself leads such processes; no launcher did."""
 
     def variables(self) -> dict[str, str]:
-        """The environment variables that say this."""
         return {
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.size),

@@ -91,7 +91,10 @@ class Ranks:
         except Exception as raised:
             if lost_peer(raised):
                 raise
-            error = raised if isinstance(raised, RetrainError) else _unexpected(raised)
+            error = raised
+            if not isinstance(raised, RetrainError):
+                error = AdapterError(f"the trainer failed: {type(raised).__name__}: {raised}")
+                error.__cause__ = raised
         failed = self.gather(None if error is None else str(error))
         if error is not None:
             raise error
@@ -129,10 +132,11 @@ def join(
             "this process already trains together with others; a process can take part in one "
             "such run at a time"
         )
+    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     if cuda:
         torch.cuda.set_device(place.local_rank)
     if not place.spawned:
-        dist.init_process_group(_backend(cuda), timeout=COLLECTIVE_TIMEOUT)
+        dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
         return Ranks(place)
     if store is None:
         store = open_store(place.address, place.port, place.size)
@@ -143,7 +147,7 @@ def join(
             waiting()
             time.sleep(POLL_SECONDS)
     dist.init_process_group(
-        _backend(cuda),
+        backend,
         store=dist.PrefixStore(  # type: ignore[attr-defined]  # see open_store
             "retrain", store
         ),
@@ -171,13 +175,3 @@ def lost_peer(error: BaseException | None) -> bool:
             return True
         error = error.__cause__
     return False
-
-
-def _unexpected(error: Exception) -> AdapterError:
-    failed = AdapterError(f"the trainer failed: {type(error).__name__}: {error}")
-    failed.__cause__ = error
-    return failed
-
-
-def _backend(cuda: bool) -> str:
-    return "cpu:gloo,cuda:nccl" if cuda else "gloo"
