@@ -170,10 +170,7 @@ _CLIP = ("epsilon", "epsilon_high", "delta", _LEVEL)
 
 LOSSES: dict[str, Loss] = {
     "importance_sampling": Loss(
-        formula=_importance_sampling,
-        vanishes=True,
-        unbounded=True,
-        services=("tinker", "weaver"),
+        formula=_importance_sampling, vanishes=True, unbounded=True, services=("tinker", "weaver")
     ),
     "ppo": Loss(
         formula=_ppo,
@@ -221,9 +218,6 @@ LOSSES: dict[str, Loss] = {
 }
 """The losses by name. `algorithm.loss` can also name a function of the user's."""
 
-_CUSTOM = Loss()
-_FOREIGN = Loss(normalises_itself=True)
-
 
 def row_of(name: str) -> Loss:
     """The row of a loss.
@@ -231,7 +225,7 @@ def row_of(name: str) -> Loss:
     A function of the user's (`module:function`) is a loss of tokens, normalised like the others. A
     name that only a user's own backend knows normalises itself.
     """
-    return LOSSES.get(name) or (_CUSTOM if ":" in name else _FOREIGN)
+    return LOSSES.get(name) or Loss(normalises_itself=":" not in name)
 
 
 def vanishes(name: str, config: Mapping[str, Any]) -> bool:

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
+from conversation_kit import user
+
 from retrain.agents.calls import Calls, Reply
 from retrain.algorithms.batching import segments
 from retrain.environment import ToolSpec
@@ -23,10 +25,6 @@ SAYINGS = [
     'So: <tool_call>{"name":"add","arguments":{}}</tool_call><tool_call>{"name":"sub"}</tool_call>',
     "<tool_call>{oops}</tool_call>", "4<tool_call>",
 ]  # fmt: skip
-
-
-def user(content: str) -> Message:
-    return {"role": "user", "content": content}
 
 
 class Scripted:

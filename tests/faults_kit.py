@@ -29,19 +29,18 @@ class Panic(BaseException):
 
 
 class Odd(Environment):
-    """Raises in every sixth call of the method that is named."""
+    """Raises in each call, or one of so many, of the method that is named."""
 
     calls = 0
-    closed = 0
 
-    def __init__(self, where: str, error: str):
-        self.where, self.error = where, error
+    def __init__(self, where: str, error: str = "panic", every: int = 1):
+        self.where, self.error, self.every = where, error, every
 
     def _maybe(self, where):
         if where != self.where:
             return
         Odd.calls += 1
-        if Odd.calls % 6 == 3:
+        if Odd.calls % self.every == self.every // 2:
             raise {
                 "cancelled": asyncio.CancelledError(),
                 "exit": SystemExit(0),
@@ -64,7 +63,6 @@ class Odd(Environment):
 
     async def close(self):
         self._maybe("close")
-        Odd.closed += 1
 
 
 # --- evaluation ---------------------------------------------------------------------------------

@@ -54,9 +54,9 @@ def kept_adapter(config, batches: int = 100) -> MockAdapter:
     return adapter
 
 
-def parts_with(config, adapter):
+def parts_with(config, adapter, *given):
     """The config's parts, with this adapter in place of a new one."""
-    parts = assemble(config)
+    parts = assemble(config, *given)
 
     class Opened(type(parts)):
         def open_adapter(self):

@@ -102,22 +102,30 @@ class Tinker(Caller):
         saved = await self.done("save_weights_for_sampler", seq_id, **body)
         return saved["sampling_session_id"]
 
-    async def base_sampler(self, number: int) -> str:
+    async def loaded(self, path: str, number: int = 0) -> str:
+        """A new model of a saved training state."""
+        body = {"session_id": self.session_id, "model_seq_id": number, "path": path}
+        future = await self.post("load_weights", {**body, "optimizer": True})
+        return (await self.result(future))["model_id"]
+
+    async def base_sampler(self, number: int, **what: str) -> str:
+        """The sampling session of the base model, or of `model_path`."""
         body = {"session_id": self.session_id, "sampling_session_seq_id": number}
-        found = await self.post("create_sampling_session", {**body, "base_model": "tiny"})
-        return found["sampling_session_id"]
+        what = what or {"base_model": "tiny"}
+        return (await self.post("create_sampling_session", body | what))["sampling_session_id"]
+
+    async def asample(
+        self, sampler_id: str, seq_id: int, expect: int = 200, /, *, tokens: int = 1, **more: Any
+    ) -> Any:
+        """Start a request for a completion of TOKENS."""
+        body = {"sampling_session_id": sampler_id, "seq_id": seq_id, "num_samples": 1}
+        body |= {"prompt": datum(TOKENS)["model_input"], "sampling_params": {"max_tokens": tokens}}
+        return await self.post("asample", body | more, expect)
 
     async def score(self, sampler_id: str, seq_id: int) -> list[float]:
         """The sampler's log-probs of TOKENS[1:]."""
-        body = {
-            "sampling_session_id": sampler_id,
-            "seq_id": seq_id,
-            "num_samples": 1,
-            "prompt": datum(TOKENS)["model_input"],
-            "sampling_params": {"max_tokens": 1},
-            "prompt_logprobs": True,
-        }
-        return (await self.result(await self.post("asample", body)))["prompt_logprobs"][1:]
+        future = await self.asample(sampler_id, seq_id, prompt_logprobs=True)
+        return (await self.result(future))["prompt_logprobs"][1:]
 
 
 def passed(*data: Any, loss: str = "cross_entropy", config: Any = None) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import re
-import shutil
 import socket
 import sys
 import warnings
@@ -71,17 +70,6 @@ async def test_a_command_runs_in_its_own_folder_with_the_endpoint_in_its_environ
     )
     assert filed.completion == '{"n": 1}{prompt} ${prompt} aaaa\na=!(policy)'
     assert filed.info == {"exit_code": 7, "stderr": "warned\n", "stdout": "log\n"}
-
-
-@pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")
-async def test_a_program_needs_no_python() -> None:
-    body = '{"messages": [{"role": "user", "content": "{prompt}"}]}'
-    script = (
-        'curl -sf "$OPENAI_BASE_URL/chat/completions" -H "Authorization: Bearer $OPENAI_API_KEY" '
-        '-H \'Content-Type: application/json\' -d @body.json | grep -o \'"content": "[^"]*"\''
-    )
-    said = await one({"command": ["sh", "-c", script], "files": {"body.json": body}})
-    assert (said.outcome, said.completion) == ("ok", '"content": "a="')
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -96,32 +97,34 @@ async def how_it_ended(
 KINDS = ("function", "process", "command")
 
 
-@pytest.mark.parametrize("kind", KINDS)
-async def test_what_the_model_did_is_a_result_although_the_agent_fails(
-    tmp_path: Path, kind: str
+@pytest.mark.parametrize(
+    ("how", "stop_reason", "on_error", "shown", "kinds"),
+    [
+        ("other", "length", "fail", {"truncated": "length"}, KINDS),
+        ("caused", "stop", "fail", {"unusable": "JSONDecodeError"}, KINDS),
+        ("rejected", "stop", "fail", {"unusable": "TooLong: not\nvalid"}, ["function"]),
+        # In the output of a program, a class has no bases.
+        ("rejected", "stop", "fail", {}, ["command"]),
+        ("other", "stop", "score", {"unusable": "KeyError"}, ["function", "command"]),
+        ("away", "length", "score", {}, KINDS),  # no reward for an outage
+        ("down", "length", "score", {}, ["function"]),
+        ("handled", "stop", "fail", {}, ["function", "command"]),
+        ("other", "stop", "fail", {}, ["function", "command"]),
+    ],
+)
+async def test_only_what_the_model_did_is_a_result_although_the_agent_fails(
+    tmp_path: Path,
+    how: str,
+    stop_reason: StopReason,
+    on_error: str,
+    shown: dict[str, str],
+    kinds: Sequence[str],
 ) -> None:
-    keys = ending(tmp_path, "other", kind)
-    assert await how_it_ended(keys, "length") == ("ok", {"truncated": "length"})
-    outcome, info = await how_it_ended(ending(tmp_path, "caused", kind))
-    assert outcome == "ok"
-    assert "JSONDecodeError" in info["unusable"]
-    # In the output of a program, a class has no bases.
-    outcome, info = await how_it_ended(ending(tmp_path, "rejected", kind))
-    assert outcome == ("ok" if kind == "function" else "infra_error")
-    assert kind != "function" or info == {"unusable": "TooLong: not\nvalid"}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-async def test_what_the_model_did_not_do_stays_a_fault(tmp_path: Path, kind: str) -> None:
-    for how in ("away", "down") if kind == "function" else ("away",):
-        keys = ending(tmp_path, how, kind) | {"on_error": "score"}
-        assert await how_it_ended(keys, "length") == ("infra_error", {}), "no reward for an outage"
-    assert await how_it_ended(ending(tmp_path, "handled", kind)) == ("infra_error", {})
-    keys = ending(tmp_path, "other", kind)
-    assert await how_it_ended(keys) == ("infra_error", {})
-    outcome, info = await how_it_ended(keys | {"on_error": "score"})
-    assert (outcome, list(info)) == ("ok", ["unusable"])
-    assert "KeyError" in info["unusable"]
+    for kind in kinds:
+        keys = ending(tmp_path, how, kind) | {"on_error": on_error}
+        outcome, info = await how_it_ended(keys, stop_reason)
+        assert (outcome, list(info)) == ("ok" if shown else "infra_error", list(shown))
+        assert all(text in info[key] for key, text in shown.items())
 
 
 class RequestException(OSError):

@@ -168,7 +168,7 @@ async def weights_of(adapter: Adapter, folder: Path) -> Weights:
     await adapter.save(folder / "saved")
     store = CheckpointStore(folder / "service")
     newest = next(saved for saved in store.list() if saved.place.kind == "weights")
-    return store.weights(newest.place)
+    return store.load(newest.place)[0]
 
 
 def plain(start: Weights, adam: Optimizer, case: str) -> Outcome:

@@ -21,11 +21,8 @@ from retrain.pipeline import train
 from retrain.pipeline.checkpoint import Checkpoints
 from retrain.supervision import boundary
 from retrain.supervision.boundary import Actor, apart, outcomes
+from tests.faults_kit import Panic
 from tests.pipe_kit import events
-
-
-class Panic(BaseException):
-    """What a library of compiled code may raise."""
 
 
 def raises(error: BaseException) -> Callable[[], Awaitable[Any]]:

@@ -11,7 +11,12 @@ from typing import Any
 
 import pytest
 from jsonschema.validators import validator_for
-from trl.rewards import accuracy_reward
+from trl.rewards import (
+    accuracy_reward,
+    get_cosine_scaled_reward,
+    get_repetition_penalty_reward,
+    get_soft_overlong_punishment,
+)
 
 from retrain.assembly import assemble
 from retrain.config import DeadlinesConfig, RewardConfig, parse_config
@@ -130,8 +135,6 @@ CASES: dict[str, list[tuple[dict[str, Any], str, Any, float]]] = {
         ({}, "12 apples.\n\n__The answer is 42__", 42, 1),
         ({}, "_42 apples_", 42, 1),
         ({}, r"45^\circ", 45, 1),
-        ({}, r"45^\circ", 45, 1),
-        ({}, "**72**", 72, 1),
         ({}, "it is _72_.", 72, 1),
         ({"relative": 0.01}, "1000001", 1000000, 1),
         ({"absolute": 0.5}, "3.4", 3, 1),
@@ -433,3 +436,61 @@ async def test_a_schema_can_be_a_file(tmp_path: Path) -> None:
     section = RewardConfig(type="json_schema", schema="n.json")
     calculator = calculator_of(section, "rewards", tmp_path)
     assert await calculator.calculate(rollout('{"n": 1}')) == 1.0
+
+
+async def test_a_comparison_that_takes_too_long_is_no_reward() -> None:
+    hard = r"\boxed{\int_0^1 e^{\sin(x^{17}) + \cos(x^{x})} dx}"
+    calculator = built("math", timeout=1)
+    await calculator.setup()
+    assert (
+        await calculator.calculate(rollout(hard, hard.replace("17", "19")))
+    ).outcome == "timeout"
+
+
+async def test_cosine_overlong_and_repetition_agree_with_trl() -> None:
+    texts = ["x" * n + r"\boxed{4}" for n in (0, 1, 5, 20, 50)] + ["x" * n for n in (0, 9, 30, 99)]
+    ids = [list(text) for text in texts]
+    said = [[{"role": "assistant", "content": text}] for text in texts]
+    theirs = [
+        get_cosine_scaled_reward(max_len=40)(said, ["$4$"] * len(texts), ids),
+        get_soft_overlong_punishment(max_completion_len=40, soft_punish_cache=30)(ids),
+        get_repetition_penalty_reward(ngram_size=2)(ids),
+    ]
+    group = Group(rollout("", 4).prompt, [rollout(text, 4) for text in texts])
+    ours = await scored(
+        group,
+        Path(),
+        {"type": "length_cosine", "max": 40, "correct_if": "numeric"},
+        {"type": "numeric", "marker": "\\boxed"},
+        {"type": "length_overlong", "max": 40, "cache": 30},
+        {"type": "repetition", "ngram": 2},
+    )
+    for name, expected in zip(
+        ("length_cosine", "length_overlong", "repetition"), theirs, strict=True
+    ):
+        assert [t.rewards[name] for t in ours] == pytest.approx(expected)
+    assert ours[0].reward == pytest.approx(sum(ours[0].rewards.values()))
+
+
+async def test_cosine_has_a_reward_for_the_limit_and_needs_the_other_reward() -> None:
+    [late] = await scored(
+        Group(rollout("", 4).prompt, [rollout("4" * 9, 4)]),
+        Path(),
+        {"type": "numeric"},
+        {"type": "length_cosine", "max": 9, "correct_if": "numeric", "exceeded": -10},
+    )
+    assert late.rewards["length_cosine"] == -10
+    with pytest.raises(ConfigError, match="'numeric'"):
+        await scored(
+            Group(rollout("").prompt, []),
+            Path(),
+            {"type": "length_cosine", "max": 9, "correct_if": "numeric"},
+        )
+
+
+async def test_format_and_regex_read_the_whole_reply() -> None:
+    said = rollout("<think>so</think>4")
+    said.result = "4"  # what `completion` is, with the reasoning split off
+    assert await built("format", template="<think>...</think>...").calculate(said) == 1.0
+    assert await built("regex", pattern="think", reasoning=True).calculate(said) == 1.0
+    assert await built("regex", pattern="think").calculate(said) == 0.0

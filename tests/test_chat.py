@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from retrain.chat import Chat
-from retrain.engine.tiny import tiny_tokenizer
 from retrain.types import Completion
 from tests import chat_kit
 from tests.conversation_kit import HI, extends, say, seen, user
@@ -28,13 +27,7 @@ APART = (
 TABLE = {
     "chatml, end sampled": (chat_kit.CHATML, "4<|im_end|>", chatml("4")),
     "chatml, cut off": (chat_kit.CHATML, "4", chatml("4")),
-    "chatml, nothing but the end": (chat_kit.CHATML, "<|im_end|>", chatml("")),
     "chatml, nothing at all": (chat_kit.CHATML, "", chatml("")),
-    "chatml, a marker in the middle": (
-        chat_kit.CHATML,
-        "4<|im_start|>5<|im_end|>",
-        chatml("4<|im_start|>5"),
-    ),
     "chatml, another end than the template's": (
         chat_kit.CHATML,
         "4<|endoftext|>",
@@ -82,11 +75,6 @@ TABLE = {
             "<|begin|>user:Hi <|im_end|><|begin|>assistant:4<|im_end|>"
             "<|begin|>user:More <|im_end|><|begin|>assistant:"
         ),
-    ),
-    "reasoning that is kept": (
-        chat_kit.CHATML,
-        "<think>\nHm\n</think>\n\n4<|im_end|>",
-        chatml("<think>\nHm\n</think>\n\n4"),
     ),
     "reasoning that the prompt has opened": (
         chat_kit.CHATML.replace("assistant\n", "assistant\n<think>\n"),
@@ -170,36 +158,17 @@ def test_a_history_that_the_template_rewrites_is_rendered_anew(case: str) -> Non
     assert conversation.prompt_ids == tokenizer.encode(expected, add_special_tokens=False)
 
 
-def test_after_a_rewriting_the_next_turns_extend_again() -> None:
+def test_reasoning_stays_until_a_user_speaks_and_the_turns_after_that_extend_again() -> None:
     tokenizer = chat_kit.byte_level(chat_kit.THINKING)
     conversation = Chat(tokenizer).begin([HI])
-    conversation.reply(say(tokenizer, "<think>\nHm\n</think>\n\n4<|im_end|>"))
-    conversation.observe([user("More")])
-    prompt_ids, completion = conversation.prompt_ids, say(tokenizer, "5<|im_end|>")
-    conversation.reply(completion)
-    conversation.observe([user("And more")])
-    assert extends(conversation, prompt_ids, completion)
-
-
-def test_reasoning_before_a_tool_call_stays_while_no_user_speaks() -> None:
-    tokenizer = chat_kit.byte_level(chat_kit.THINKING)
-    conversation = Chat(tokenizer).begin([HI])
-    prompt_ids = conversation.prompt_ids
-    completion = say(tokenizer, "<think>\nHm\n</think>\n\n4<|im_end|>")
-    conversation.reply(completion)
-    conversation.observe([{"role": "tool", "content": "3"}])
-    assert extends(conversation, prompt_ids, completion)
-
-
-def test_the_built_in_model_s_conversation_costs_one_token_a_turn_beside_its_text() -> None:
-    tokenizer = tiny_tokenizer()
-    conversation = Chat(tokenizer).begin([HI])
-    assert seen(tokenizer, conversation) == "<|user|>Hi<|assistant|>"
-    conversation.reply(say(tokenizer, "4<|end|>"))
-    conversation.observe([user("More")])
-    assert (
-        seen(tokenizer, conversation) == "<|user|>Hi<|assistant|>4<|end|><|user|>More<|assistant|>"
-    )
+    turns = [("tool", "3", True), ("user", "More", False), ("user", "And more", True)]
+    for said, (role, content, kept) in zip(
+        ["<think>\nHm\n</think>\n\n4", "5", "6"], turns, strict=True
+    ):
+        prompt_ids, completion = conversation.prompt_ids, say(tokenizer, f"{said}<|im_end|>")
+        conversation.reply(completion)
+        conversation.observe([{"role": role, "content": content}])
+        assert extends(conversation, prompt_ids, completion) is kept
 
 
 # Without a template

@@ -198,15 +198,6 @@ class Mine(Environment):
 """
 
 
-def test_markup_that_is_a_special_token_is_still_read() -> None:
-    tokenizer = chat_kit.byte_level(chat_kit.TOOLS)
-    special = ["<tool_call>", "</tool_call>"]
-    tokenizer.add_special_tokens({"additional_special_tokens": special})
-    conversation = Chat(tokenizer).begin([HI], [ADD])
-    action = conversation.reply(say(tokenizer, f"{CALL}<|im_end|>"))
-    assert [call.name for call in action.tool_calls] == ["add"]
-
-
 def test_call_ids_are_unique_in_a_conversation() -> None:
     tokenizer, conversation = tools_chat()
     ids: list[str] = []
@@ -222,8 +213,3 @@ def test_markup_is_plain_text_when_no_tools_are_offered() -> None:
     action = Chat(tokenizer).begin([HI]).reply(say(tokenizer, CALL))
     assert action.text == CALL
     assert action.tool_calls == ()
-
-
-def test_tools_are_part_of_what_an_opening_is_known_by() -> None:
-    chat = Chat(chat_kit.byte_level(chat_kit.TOOLS))
-    assert chat.begin([HI]).prompt_ids != chat.begin([HI], [ADD]).prompt_ids

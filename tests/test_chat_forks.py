@@ -18,8 +18,9 @@ from tests.conversation_kit import ADD, CALL, HI, extends, say, seen, user
 
 
 def test_equal_openings_share_their_ids() -> None:
-    chat = Chat(chat_kit.byte_level())
+    chat = Chat(chat_kit.byte_level(chat_kit.TOOLS))
     assert chat.begin([HI]).prompt_ids is chat.begin([dict(HI)]).prompt_ids  # type: ignore[list-item]
+    assert chat.begin([HI]).prompt_ids != chat.begin([HI], [ADD]).prompt_ids
     assert chat.begin([HI]).prompt_ids is chat.begin([HI]).fork().prompt_ids
 
 
@@ -38,40 +39,17 @@ def test_forks_go_their_own_ways() -> None:
     tokenizer = chat_kit.byte_level()
     one = Chat(tokenizer).begin([HI])
     other = one.fork()
+    turn, history = one.ended_by(say(tokenizer, "3"))
+    assert (turn.text, history[:-1], one.messages) == ("3", [HI], [HI])
     for conversation, said in ((one, "4"), (other, "5")):
         conversation.reply(say(tokenizer, said))
+    late = one.fork()
+    for conversation in (one, other, late):
         conversation.observe([user("More")])
+    assert one.prompt_ids == late.prompt_ids
     assert [m["content"] for m in one.messages] == ["Hi", "4", "More"]
     assert [m["content"] for m in other.messages] == ["Hi", "5", "More"]
     assert one.prompt_ids != other.prompt_ids
-
-
-@pytest.mark.parametrize(
-    ("template", "tools", "said"),
-    [
-        (chat_kit.CHATML, (), "4<|im_end|>"),
-        (chat_kit.TOOLS, (ADD,), CALL),
-        (chat_kit.THINKING, (), "4</think>5"),
-    ],
-)
-def test_a_last_reply_ends_the_history_and_leaves_the_conversation(template, tools, said) -> None:
-    tokenizer = chat_kit.byte_level(template)
-    conversation, last = Chat(tokenizer).begin([HI], tools), say(tokenizer, said)
-    other = conversation.fork()
-    other.reply(last)
-    assert conversation.ended_by(last) == (other.turn(), other.messages)
-    assert conversation.messages == [HI]
-    conversation.reply(last)  # it has had no reply yet
-
-
-def test_a_fork_after_a_reply_can_be_observed() -> None:
-    tokenizer = chat_kit.byte_level()
-    one = Chat(tokenizer).begin([HI])
-    one.reply(say(tokenizer, "4"))
-    other = one.fork()
-    one.observe([user("More")])
-    other.observe([user("More")])
-    assert one.prompt_ids == other.prompt_ids
 
 
 def test_an_environment_that_reuses_its_message_does_not_change_history() -> None:

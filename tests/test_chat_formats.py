@@ -195,15 +195,23 @@ def test_a_malformed_call_is_an_error_and_no_exception(name: str) -> None:
 
 PIECES = sorted(
     {piece for form in formats().values() for piece in (*form.tokens, *form.ends)}
+    | {'<tool_call>{"name": "add", "arguments": ', "}</tool_call>"}
     | {*"[](){}<>'\"\\,;:= \n", "\x00", "\ud7ff", "<think>", "</think>", "[THINK]", "[/THINK]"}
     | {"<function=add>", "</function>", "<parameter=a>", "</parameter>", "```json\n", "\n```"}
     | {"add", '{"name": "add", ', '"parameters": {"a": 1}}', "[add(", "a=1", " to=functions.add"}
 )
 
 
-@settings(max_examples=250, deadline=None, derandomize=True)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=4,
+).map(json.dumps)
+
+
+@settings(max_examples=120, deadline=None, derandomize=True)
 @given(
-    text=st.lists(st.sampled_from(PIECES) | st.text(max_size=4), max_size=14).map("".join),
+    text=st.lists(st.sampled_from(PIECES) | st.text(max_size=4) | JSON, max_size=14).map("".join),
     opener=st.sampled_from(["", "<think>\n", "[THINK]"]),
 )
 def test_nothing_that_a_model_writes_raises_in_any_format(text: str, opener: str) -> None:

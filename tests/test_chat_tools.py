@@ -6,11 +6,9 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from retrain.chat.formats.hermes import Hermes
-from retrain.chat.tools import as_template, check_tools, parse_reply
+from retrain.chat.tools import check_tools, parse_reply
 from retrain.environment import ToolSpec
 
 SEARCH = ToolSpec(
@@ -106,12 +104,6 @@ def test_a_call_that_cannot_be_read_is_an_error_and_no_exception(payload: str, e
     assert error in read.error
 
 
-def test_a_call_without_its_end_is_an_error() -> None:
-    reply = parse_reply('Well <tool_call>{"name": "ping"}', TOOLS, HERMES)
-    assert reply.text == "Well"
-    assert reply.calls[0].error == "<tool_call> without </tool_call>"
-
-
 def test_a_tool_that_is_not_offered_is_named_with_those_that_are() -> None:
     [read] = parse_reply(call({}, "pong"), TOOLS, HERMES).calls
     assert read.error == "there is no tool 'pong': the tools are search, ping"
@@ -160,10 +152,6 @@ def test_several_calls_are_taken_out_of_the_text_in_order() -> None:
     assert [(c.name, c.id) for c in reply.calls] == [("ping", "call00007"), ("search", "call00008")]
 
 
-def test_a_reply_without_calls_is_left_alone() -> None:
-    assert parse_reply(" Hi \n", TOOLS, HERMES) == (" Hi \n", (), True)
-
-
 @pytest.mark.parametrize(
     ("text", "reasoning", "calls"),
     [
@@ -177,15 +165,6 @@ def test_a_reply_without_calls_is_left_alone() -> None:
 def test_calls_in_the_reasoning_are_drafts(text: str, reasoning: bool, calls: list[str]) -> None:
     reply = parse_reply(text, TOOLS, HERMES, opener="<think>\n" if reasoning else "")
     assert [c.name for c in reply.calls] == calls
-
-
-def test_a_call_in_the_template_s_form_has_id_type_and_function() -> None:
-    [read] = parse_reply(call({"query": "a"}), TOOLS, HERMES).calls
-    assert as_template(read) == {
-        "id": "call00000",
-        "type": "function",
-        "function": {"name": "search", "arguments": {"query": "a"}},
-    }
 
 
 @pytest.mark.parametrize(
@@ -214,19 +193,3 @@ def test_tools_that_cannot_be_offered_are_an_error(
     with pytest.raises(error) as raised:
         check_tools(tools)
     assert message in str(raised.value)
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
-    max_leaves=8,
-)
-
-
-@settings(max_examples=150, deadline=None, derandomize=True)
-@given(payload=JSON.map(json.dumps) | st.text(max_size=30), arguments=JSON, name=st.text())
-def test_nothing_that_a_model_writes_raises(payload: str, arguments: object, name: str) -> None:
-    text = f"<tool_call>{payload}</tool_call>{call(arguments)}{call(arguments, name)}"
-    reply = parse_reply(text, TOOLS, HERMES)
-    assert reply.calls
-    assert all(isinstance(c.arguments, dict) for c in reply.calls)

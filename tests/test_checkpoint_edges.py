@@ -160,7 +160,7 @@ async def test_fewer_slots_than_groups_train_all_the_same(tmp_path, order, slots
         train={"order": order, "total_train_steps": 6},
         staleness={"target": 2, "max": 2},
         backend={"type": ENGINE, "latency": 0.001, "sigma": 1.5},
-        environment={"type": "tests.faults_kit:Odd", "where": "step", "error": "timeout"},
+        environment={"type": "tests.faults_kit:Odd", "where": "step", "every": 6},
     )
     async with asyncio.timeout(30):
         assert (await train(config)).total_steps == 6

@@ -12,7 +12,7 @@ from retrain.errors import ConfigError
 from retrain.observe.rollout_lines import encoded
 from retrain.pipeline.checkpoint import group_from_json, group_to_json
 from retrain.scoring import Reward, RewardCalculator, Scorer, Term, WeightedReward
-from retrain.scoring.composition import Combined, Composition, combined, weight_at
+from retrain.scoring.composition import Combined, Composition, weight_at
 from retrain.types import Completion, Group, Prompt, Trajectory, Turn
 
 
@@ -32,15 +32,6 @@ def schedule(**keys):
 )
 def test_the_weight_at_each_step(weight, expected):
     assert [weight_at(weight, step) for step in range(6)] == pytest.approx(expected)
-
-
-@pytest.mark.parametrize(
-    ("how", "parts", "expected"),
-    [("sum", [1, 2, 4], 7), ("product", [0.5, 4], 2), ("min", [3, -1, 2], -1)],
-)
-def test_combinations(how, parts, expected):
-    assert combined(how, parts) == expected
-    assert combined(how, []) == 0
 
 
 def leaf(name, weight=1.0, **rules):

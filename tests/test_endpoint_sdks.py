@@ -94,9 +94,9 @@ async def chat(client: Any, messages: list[Any], stream: bool) -> tuple[str, lis
 
 
 async def responses(
-    client: Any, messages: list[Any], stream: bool
+    client: Any, messages: list[Any], stream: bool, **previous: str | None
 ) -> tuple[str, list[Any], list[Any]]:
-    arguments = {**MODEL, "input": messages, "tools": FLAT, "instructions": "Be brief."}
+    arguments = {**MODEL, "input": messages, "tools": FLAT, "instructions": "Be brief.", **previous}
     if stream:
         answer = await streamed(client.responses.stream(**arguments), "get_final_response")
     else:
@@ -108,6 +108,8 @@ async def responses(
         for item in answer.output
         if item.type == "function_call"
     ]
+    if previous:
+        return answer.output_text, results, [answer.id, *results]
     output = [item.model_dump(exclude_none=True) for item in answer.output]
     return answer.output_text, results, [*messages, *output, *results]
 
@@ -116,22 +118,8 @@ async def previous(
     client: Any, messages: list[Any], stream: bool
 ) -> tuple[str, list[Any], list[Any]]:
     """The same, but the endpoint keeps the history: `messages` is what is new, after its id."""
-    answer_id = None
-    if isinstance(messages[0], str):
-        answer_id, *messages = messages
-    arguments = {**MODEL, "input": messages, "tools": FLAT, "instructions": "Be brief."}
-    if answer_id:
-        arguments["previous_response_id"] = answer_id
-    if stream:
-        answer = await streamed(client.responses.stream(**arguments), "get_final_response")
-    else:
-        answer = await call(client.responses.create, **arguments)
-    results = [
-        {"type": "function_call_output", "call_id": i.call_id, "output": _added(i.arguments)}
-        for i in answer.output
-        if i.type == "function_call"
-    ]
-    return answer.output_text, results, [answer.id, *results]
+    answer_id, *new = messages if isinstance(messages[0], str) else (None, *messages)
+    return await responses(client, new, stream, previous_response_id=answer_id)
 
 
 async def messages(

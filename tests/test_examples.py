@@ -72,10 +72,10 @@ def test_an_assistant_turn_in_the_prompt_is_context_where_an_answer_is_given():
         ({"messages": [ASK]}, "has no assistant tokens, so there is nothing to learn"),
         ({"prompt": "2+3?", "answer": " "}, "has no assistant tokens: the answer is empty"),
         ({"prompt": "2+3?", "answer": [ASK]}, "has no assistant tokens: the answer contains no"),
-        ({"prompt": "2+3?", "answer": 5}, "the answer is 5, expected a string or a list"),
+        ({"prompt": "2+3?", "answer": 5}, "the answer: got 5, expected a string or a list"),
         ({"messages": [SAY]}, "its first message is the assistant's"),
         ({"messages": [ASK, SAY, SAY]}, "two assistant messages in a row"),
-        ({"prompt": "2+3?", "answer": [{"role": "assistant"}]}, "NoneType"),
+        ({"prompt": "2+3?", "answer": [{"role": "assistant"}]}, "no content"),
     ],
 )
 def test_a_row_without_anything_to_imitate_is_an_error_that_names_it(row, message):

@@ -208,7 +208,7 @@ class EndsSlots(RewardCalculator):
             raise httpx.ConnectError("All connection attempts failed")
         if call == 60:
             slots = [task for task in asyncio.all_tasks() if task.get_name() == "slot"]
-            next(task for task in slots if "_in_tasks" in str(inner_of(task))).cancel()
+            next(task for task in slots if "outcomes" in inner_of(task)).cancel()
             await asyncio.sleep(0)
         return slot_share(trajectory.completion, trajectory.prompt.answer)
 

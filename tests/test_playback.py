@@ -5,6 +5,7 @@ from functools import cache
 
 import chat_kit
 import pytest
+from conversation_kit import user
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -27,10 +28,6 @@ TEMPLATES = {
 @cache
 def chat_of(name: str) -> Chat:
     return Chat(TEMPLATES[name]())
-
-
-def user(text):
-    return {"role": "user", "content": text}
 
 
 def said(text):

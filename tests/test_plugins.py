@@ -88,7 +88,7 @@ def test_a_users_package_hides_no_built_in(folder: Path, monkeypatch: pytest.Mon
         ("environment", "leaves.py", "leaves.py:1: SystemExit: 3"),
         ("environment", "lacks.py", "'surely_not_there'"),
         ("environment", "lacks:X", "'surely_not_there'"),
-        ("algorithm", "abstract.py:Half", "Half in "),
+        ("algorithm", "abstract.py:Half", "advantages"),
     ],
 )
 def test_what_cannot_be_found_says_what_to_do(
@@ -117,11 +117,6 @@ def test_a_missing_file_lists_where_it_was_looked_for(
     monkeypatch.chdir(working)
     message = refusal("environment", "gone.py:X", folder)
     assert f"file not found: {folder / 'gone.py'} or {working / 'gone.py'}" in message
-
-
-def test_an_abstract_class_names_what_it_lacks(folder: Path) -> None:
-    (folder / "half.py").write_text("from retrain import Algorithm\nclass Half(Algorithm): pass")
-    assert "advantages" in refusal("algorithm", "half.py:Half", folder)
 
 
 class Server(BaseModel, extra="forbid"):
@@ -266,7 +261,6 @@ class Fine(RewardCalculator):
 object_ = Fine()
 """
     )
-    message = message.replace("no model (r.py:", f"no model at {folder / 'r.py'}:")
     assert message in problems(folder, rewards=[reward])
 
 
@@ -296,8 +290,3 @@ def test_what_a_decorator_rejects_is_at_a_line_of_the_users(
     text = problems(folder, rewards=["r.py"])
     assert text.startswith(f"rewards.0.type: importing r.py failed at {folder / 'r.py'}:3: ")
     assert message in text
-
-
-def test_two_rewards_of_one_name_are_refused(folder: Path) -> None:
-    message = problems(folder, rewards=["exact_match", "exact_match"])
-    assert "'exact_match'" in message

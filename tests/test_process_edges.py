@@ -8,7 +8,6 @@ from typing import ClassVar
 import pytest
 
 from benchmarks.mock_engine import MockAdapter, MockOptions, mock_config
-from retrain.cli.process import exit_code
 from retrain.config import DeadlinesConfig
 from retrain.environment import Environment
 from retrain.errors import StallError
@@ -76,13 +75,6 @@ def test_a_broken_pipe_of_a_callback_is_no_success(tmp_path):
     done = play(tmp_path, act="raise BrokenPipeError(32, 'the tracker hung up')")
     assert done.returncode == 1
     assert "the tracker hung up" in done.stderr
-
-
-def test_a_broken_pipe_while_the_backend_opens_is_no_success():
-    def command():
-        raise BrokenPipeError(32, "the service hung up")
-
-    assert exit_code(command) == 1
 
 
 def test_an_environment_that_outlives_a_finished_run_is_named_and_left(tmp_path):

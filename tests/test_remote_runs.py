@@ -192,4 +192,4 @@ def steps_and_weights(folder: Path) -> list[tuple[int, str]]:
     """Of each checkpoint on the service: its optimizer steps and a digest of its weights."""
     store = CheckpointStore(folder / "service")
     kept = [saved for saved in store.list() if saved.place.kind == "weights"]
-    return sorted((saved.steps, digest(store.weights(saved.place))) for saved in kept)
+    return sorted((saved.steps, digest(store.load(saved.place)[0])) for saved in kept)

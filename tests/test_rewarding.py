@@ -16,14 +16,7 @@ from retrain.config import DeadlinesConfig
 from retrain.errors import PluginError, RunError
 from retrain.observe.run_dir import read_events
 from retrain.pipeline import train
-from retrain.scoring import (
-    FunctionReward,
-    Reward,
-    RewardCalculator,
-    Scorer,
-    WeightedReward,
-    reward,
-)
+from retrain.scoring import FunctionReward, Reward, RewardCalculator, Scorer, WeightedReward, reward
 from retrain.supervision import boundary
 from retrain.types import Completion, Group, Prompt, Trajectory, Turn
 
@@ -68,13 +61,6 @@ async def test_the_reward_is_the_weighted_sum_of_the_components():
     assert yes.rewards == {"right": 1.0, "long": 3.0, "long.characters": 3.0, "long.level": 3.0}
 
 
-async def test_the_environments_own_reward_is_added_once():
-    group = played("yes")
-    group.trajectories[0].rewards["environment"] = 0.25
-    [trajectory] = await scored(group, right)
-    assert trajectory.reward == 1.25
-
-
 async def test_without_rewards_the_environments_is_the_reward():
     group = played("yes", "no")
     group.trajectories[1].rewards["environment"] = 0.5
@@ -87,21 +73,13 @@ def test_a_reward_function_is_still_a_function():
     assert length.name == "long"
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("prompt", "well?"),
-        ("completion", "yes"),
-        ("answer", "yes"),
-        ("metadata", {"level": 3}),
-    ],
-)
-async def test_a_function_gets_the_names_that_it_declares(name, expected):
-    scope: dict = {}
-    exec(f"def judge({name}):\n    seen.append({name})\n    return 0", scope)
-    scope["seen"] = []
-    await scored(played("yes"), reward(scope["judge"]))
-    assert scope["seen"] == [expected]
+async def test_a_function_gets_the_names_that_it_declares():
+    @reward
+    def judge(prompt, completion, answer, metadata):
+        return (prompt, completion, answer, metadata) == ("well?", "yes", "yes", {"level": 3})
+
+    [trajectory] = await scored(played("yes"), judge)
+    assert trajectory.reward == 1.0
 
 
 async def test_a_function_that_asks_for_an_unknown_name_is_refused_before_a_rollout():
@@ -120,11 +98,6 @@ async def test_keys_of_the_yaml_are_bound_and_not_passed_twice():
     assert trajectory.reward == 0.3
 
 
-def test_two_rewards_of_one_name_are_refused():
-    with pytest.raises(PluginError, match="give each its own `name`"):
-        Scorer([WeightedReward("a", 1, right), WeightedReward("a", 1, right)])
-
-
 class Best(RewardCalculator):
     """1 for the longest of the group."""
 
@@ -139,10 +112,6 @@ class Best(RewardCalculator):
             return self.returns
         top = max(len(t.completion) for t in group)
         return [float(len(t.completion) == top) for t in group]
-
-
-async def test_a_group_can_be_scored_as_a_whole():
-    assert [t.reward for t in await scored(played("a", "aaa", "aa"), Best())] == [0, 1, 0]
 
 
 async def test_a_group_of_rewards_of_the_wrong_length_is_the_calculators_fault():
@@ -406,8 +375,7 @@ async def test_no_unknown_outcome_or_component_enters_the_records(verdict, messa
 
 
 @pytest.mark.parametrize(
-    "needs_main",
-    [lambda: signal.signal(signal.SIGALRM, signal.SIG_DFL), asyncio.get_event_loop],
+    "needs_main", [lambda: signal.signal(signal.SIGALRM, signal.SIG_DFL), asyncio.get_event_loop]
 )
 async def test_a_plain_function_that_needs_the_main_thread_is_advised(needs_main):
     def judge(completion):

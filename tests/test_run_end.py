@@ -95,7 +95,7 @@ async def test_the_environments_of_a_slot_are_closed_at_once(tmp_path):
 async def test_an_evaluations_close_errors_are_told(tmp_path):
     config = mock_config(
         tmp_path,
-        environment={"type": "tests.test_faults:Breaks", "where": "close"},
+        environment={"type": "tests.faults_kit:Odd", "where": "close"},
         train={"total_train_steps": 1},
         eval={"prompts": {"type": "list", "rows": ["a=", "b="]}, "every": 1, "samples": 3},
     )

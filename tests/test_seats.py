@@ -463,12 +463,12 @@ async def test_nim_is_won_by_perfect_play_and_lost_by_an_illegal_move() -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.slow(10)
+@pytest.mark.slow(6)
 async def test_self_play_beats_a_random_player_more_and_more(tmp_path: Path) -> None:
-    steps = ["train.total_train_steps=40", "eval.every=40", "eval.samples=16", "checkpoint.every=0"]
+    steps = ["train.total_train_steps=28", "eval.every=28", "eval.samples=16", "checkpoint.every=0"]
     config = Path(__file__).parent.parent / "configs" / "nim.yaml"
     await train(load_config(config, [*steps, f"run_dir={tmp_path / 'run'}"]))
     rows = [row for row in read_metrics(tmp_path / "run") if "eval/step" in row]
     won = [(1 + row["eval/reward/first/mean"]) / 2 for row in rows]
     assert won[0] < 0.1  # illegal moves
-    assert won[-1] > 0.3  # 0.44
+    assert won[-1] > 0.2  # 0.31

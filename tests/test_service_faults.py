@@ -111,7 +111,7 @@ async def outcome(train: Callable[[str], Any], folder: Path, fault: str) -> tupl
         store = made[0].app.service.store
         [saved] = store.list()
         spoilt = sum(count - 1 for count in made[0].seen.values() if count > 1)
-        return saved.steps, digest(store.weights(saved.place)), spoilt
+        return saved.steps, digest(store.load(saved.place)[0]), spoilt
 
 
 @pytest.mark.slow

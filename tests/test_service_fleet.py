@@ -15,7 +15,7 @@ from retrain.service.serve import main
 from retrain.service.state import ServiceSettings
 from retrain.vllm.client import VllmClient
 from retrain.vllm.options import VllmOptions
-from tests.service_kit import TOKENS, Tinker, datum, in_process, passed
+from tests.service_kit import TOKENS, Tinker, in_process, passed
 from tests.test_service_snapshots import (
     test_likeliest_and_given_tokens_of_the_prompt_have_the_models_log_probs as check_likeliest,
 )
@@ -105,14 +105,10 @@ async def test_whole_weights_wait_until_no_other_weights_are_used(tinker, server
 
 async def rejected(tinker: Tinker, sampler: str, seq_id: int = 0, **params) -> str:
     """The error of a sample request."""
-    body = {
-        "sampling_session_id": sampler,
-        "seq_id": seq_id,
-        "num_samples": 1,
-        "prompt": datum(TOKENS)["model_input"],
-        "sampling_params": {"max_tokens": 1, **params},
-    }
-    return (await tinker.result(await tinker.post("asample", body)))["error"]
+    given = {"max_tokens": 1, **params}
+    return (await tinker.result(await tinker.asample(sampler, seq_id, sampling_params=given)))[
+        "error"
+    ]
 
 
 async def test_what_the_servers_cannot_serve_is_rejected_with_the_option_to_change(tinker):
@@ -216,7 +212,7 @@ async def test_a_server_that_restarts_gets_the_present_snapshots(tinker, server)
         (["--sampler", "vllm"], "neither of url and python"),
         (["--vllm", "url=http://127.0.0.1:1"], "--sampler vllm"),
         (["--sampler", "vllm", "--vllm", "url=x"], "--vllm url: got 'x'"),
-        (["--sampler", "vllm", "--vllm", "url"], "KEY=VALUE"),
+        (["--sampler", "vllm", "--vllm", "url"], "key=value"),
         (["--sampler", "vllm", "--vllm", "python=/no"], "--vllm python: /no"),
     ],
 )

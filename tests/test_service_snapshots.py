@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -13,8 +12,7 @@ import torch
 from retrain.service.app import ServiceApp
 from retrain.service.core import Service
 from retrain.service.state import ServiceSettings
-from retrain.service.store import CheckpointPlace, CheckpointStore, Saved
-from retrain.service.tuning import Tuning
+from retrain.service.store import CheckpointStore
 from tests.service_kit import TOKENS, Tinker, datum, dense, in_process, passed, reference
 
 
@@ -30,19 +28,18 @@ async def test_likeliest_and_given_tokens_of_the_prompt_have_the_models_log_prob
     await tinker.step(2)
     sampler, every = await tinker.snapshot(3, 0), reference(tinker)
     targets = torch.tensor([[71, -1], [5, 6], [-1, -1], [74, 0]])
-    body = {
-        "sampling_session_id": sampler,
-        "seq_id": 0,
-        "num_samples": 2,
-        "prompt": datum(TOKENS[:-1])["model_input"],
-        "sampling_params": {"max_tokens": 6, "stop": []},
-        "prompt_logprobs": True,
-        "prompt_logprobs_last_n": 3,
-        "topk_prompt_logprobs": 2,
-        "topk_sample_logprobs": 3,
-        "target_prompt_logprobs": dense(targets, "int64"),
-    }
-    found = await tinker.result(await tinker.post("asample", body))
+    future = await tinker.asample(
+        *(sampler, 0),
+        num_samples=2,
+        prompt=datum(TOKENS[:-1])["model_input"],
+        sampling_params={"max_tokens": 6, "stop": []},
+        prompt_logprobs=True,
+        prompt_logprobs_last_n=3,
+        topk_prompt_logprobs=2,
+        topk_sample_logprobs=3,
+        target_prompt_logprobs=dense(targets, "int64"),
+    )
+    found = await tinker.result(future)
     values, ids = every.topk(2)
     tops, scores = found["topk_prompt_logprobs"], found["prompt_logprobs"]
     assert (tops[:2], scores[:2]) == ([None] * 2, [None] * 2)
@@ -102,39 +99,32 @@ async def test_p14_a_session_that_ends_frees_its_samplers_and_a_full_memory_its_
         await tinker.score(await tinker.snapshot(1, 0), 0)
         service = tinker.app.service
         assert len(service._pool._live) == 1
-        await tinker.post(f"sessions/{tinker.session_id}/finish", {})
+        assert list(tmp_path.glob("*/sampler_weights/*"))
+        finish = {"reason": {"type": "success"}, "detail": None}
+        await tinker.post(f"sessions/{tinker.session_id}/finish", finish)
         assert not service._pool._live
         assert not service.models
+        assert not list(tmp_path.glob("*/sampler_weights/*"))
+        await tinker.post("session_heartbeat", {"session_id": tinker.session_id}, 410)
+        await tinker.post("get_info", {"model_id": tinker.model_id}, 404)
         monkeypatch.setattr("retrain.service.memory.free_memory", lambda device: 0)
         tinker.session_id = (await tinker.post("create_session", {}))["session_id"]
-        body = {
-            "session_id": tinker.session_id,
-            "model_seq_id": 0,
-            "base_model": "tiny",
-            "lora_config": {"rank": 4},
-        }
-        future = await tinker.post("create_model", body)
-        refused = await tinker.result(future)
+        body = {"session_id": tinker.session_id, "model_seq_id": 0, "base_model": "tiny"}
+        refused = await tinker.result(await tinker.post("create_model", body))
         assert "memory" in refused["error"]
         assert not service.models
 
 
 async def test_samples_have_the_asked_shape_and_are_drawn_once_a_number(tinker):
     sampler = await tinker.snapshot(1, 0)
-    body = {
-        "sampling_session_id": sampler,
-        "seq_id": 0,
-        "num_samples": 3,
-        "prompt": datum()["model_input"],
-        "sampling_params": {"max_tokens": 4, "temperature": 1.0, "top_k": -1},
-    }
-    future = await tinker.post("asample", body)
+    params = {"max_tokens": 4, "temperature": 1.0, "top_k": -1}
+    future = await tinker.asample(sampler, 0, num_samples=3, sampling_params=params)
     assert len(future["sample_sequence_ids"]) == 3
     drawn = (await tinker.result(future))["sequences"]
     assert [len(one["tokens"]) == len(one["logprobs"]) for one in drawn] == [True] * 3
-    assert await tinker.post("asample", body) == future
+    assert await tinker.asample(sampler, 0, num_samples=3, sampling_params=params) == future
     assert (await tinker.result(future))["sequences"] == drawn
-    await tinker.post("asample", {**body, "num_samples": 2}, 409)
+    await tinker.asample(sampler, 0, 409, num_samples=2, sampling_params=params)
 
 
 UNSAMPLEABLE = [
@@ -145,7 +135,7 @@ UNSAMPLEABLE = [
     ({"record_stability_info": True}, "record_stability_info"),
     ({"prompt_alt_tokens_k": 1}, "prompt_alt_tokens_k"),
     ({"prompt_logprobs_last_n": 2}, "prompt_logprobs: true"),
-    ({"target_prompt_logprobs": {"data": [1], "dtype": "int64"}}, "got shape [1], expected [4"),
+    ({"target_prompt_logprobs": {"data": [1], "dtype": "int64"}}, "got shape [1], expected [5"),
     ({"seq_id": None}, "seq_id"),
     ({"seq_id": 2**63}, "seq_id: got 9223372036854775808"),
     ({"num_samples": 5_000_000}, "1 to 1024"),
@@ -166,9 +156,8 @@ UNSAMPLEABLE = [
 
 async def test_a_sample_that_cannot_be_served_is_refused(tinker):
     sampler = await tinker.snapshot(1, 0)
-    body = {"sampling_session_id": sampler, "seq_id": 0, "prompt": datum()["model_input"]}
     for changes, named in UNSAMPLEABLE:
-        reply = await tinker.post("asample", {**body, **changes}, 400)
+        reply = await tinker.asample(sampler, 0, 400, **changes)
         assert named in reply["detail"]
 
 
@@ -191,10 +180,8 @@ async def test_a_checkpoint_goes_on_where_it_was_saved_with_its_optimizer(tinker
 
     info = await tinker.post("weights_info", {"tinker_path": path})
     assert (info["base_model"], info["lora_rank"], info["train_unembed"]) == ("tiny", 8, True)
-    body = {"session_id": tinker.session_id, "model_seq_id": 1, "path": path, "optimizer": True}
-    loaded = await tinker.result(await tinker.post("load_weights", body))
-    assert loaded["model_id"] == f"{tinker.session_id}:train:1"
-    tinker.model_id = loaded["model_id"]
+    tinker.model_id = await tinker.loaded(path, 1)
+    assert tinker.model_id == f"{tinker.session_id}:train:1"
     await tinker.forward_backward(1)
     await tinker.step(2)
     assert await tinker.logprobs(3) == expected
@@ -227,14 +214,9 @@ async def test_checkpoints_survive_the_server_and_models_do_not(tmp_path):
     async with in_process(tmp_path) as tinker:
         await tinker.post("get_info", {"model_id": gone}, 404)
         tinker.session_id = (await tinker.post("create_session", {}))["session_id"]
-        body = {"session_id": tinker.session_id, "model_seq_id": 0, "path": path}
-        loaded = await tinker.result(await tinker.post("load_weights", {**body, "optimizer": True}))
-        assert await tinker.logprobs(1, loaded["model_id"]) == expected
-        session = {"session_id": tinker.session_id, "sampling_session_seq_id": 0}
-        made = await tinker.post("create_sampling_session", {**session, "model_path": sampler})
-        assert await tinker.score(made["sampling_session_id"], 0) == pytest.approx(
-            expected, abs=1e-5
-        )
+        assert await tinker.logprobs(1, await tinker.loaded(path)) == expected
+        made = await tinker.base_sampler(0, model_path=sampler)
+        assert await tinker.score(made, 0) == pytest.approx(expected, abs=1e-5)
         listed = (await tinker.get("checkpoints"))["checkpoints"]
         assert {one["tinker_path"] for one in listed} == {path, sampler}
 
@@ -275,30 +257,6 @@ async def test_a_time_to_live_ends_a_checkpoint(tinker):
     assert not list(store.folder.glob("*/weights/one"))
 
 
-def test_saving_and_deleting_never_disturb_a_look_at_all_checkpoints(tmp_path):
-    store, over = CheckpointStore(tmp_path), threading.Event()
-
-    def save(model):
-        place = CheckpointPlace(model, "weights", "one")
-        saved = Saved(place, "tiny", Tuning(rank=4), steps=0, optimizer=False)
-        return store.save(saved, {"x": torch.zeros(1)})
-
-    def churn():
-        while not over.is_set():
-            store.delete(save("busy").place)
-
-    for number in range(40):
-        save(f"m{number}")
-    with ThreadPoolExecutor(1) as beside:
-        churning = beside.submit(churn)
-        try:
-            for _ in range(100):
-                assert len(store.list()) in (40, 41)
-        finally:
-            over.set()
-        churning.result()
-
-
 async def test_snapshots_without_a_name_go_when_nobody_samples_them_any_more(tmp_path, monkeypatch):
     threads, delete = set(), CheckpointStore.delete
     monkeypatch.setattr(
@@ -310,11 +268,10 @@ async def test_snapshots_without_a_name_go_when_nobody_samples_them_any_more(tmp
         await tinker.start()
         old, new = [await tinker.snapshot(number + 1, number) for number in range(2)]
         named = (await tinker.done("save_weights_for_sampler", 3, path="kept"))["path"]
-        session = {"session_id": tinker.session_id, "sampling_session_seq_id": 2}
-        made = await tinker.post("create_sampling_session", {**session, "model_path": named})
+        made = await tinker.base_sampler(2, model_path=named)
         await tinker.app.service.drop_unused()
         await tinker.get(f"samplers/{old}", 404)
-        for kept in (new, made["sampling_session_id"]):
+        for kept in (new, made):
             await tinker.get(f"samplers/{kept}")
         assert len(list(tmp_path.glob("*/sampler_weights/*"))) == 2
     assert threads
@@ -326,32 +283,10 @@ async def test_a_model_that_can_not_be_added_leaves_no_job_and_may_be_asked_for_
 ):
     body = {"session_id": tinker.session_id, "model_seq_id": 9, "base_model": "tiny"}
     with monkeypatch.context() as patch:
-        patch.delattr(Service, "_lane")
+        patch.delattr(Service, "lane")
         await tinker.post("create_model", body, 500)
     await tinker.post("create_model", body)
     assert not caplog.messages
-
-
-async def test_a_finished_session_is_over_and_its_snapshots_with_it(tinker, tmp_path):
-    await tinker.snapshot(1, 0)
-    assert list(tmp_path.glob("*/sampler_weights/*"))
-    finish = {"reason": {"type": "success"}, "detail": None}
-    await tinker.post(f"sessions/{tinker.session_id}/finish", finish)
-    await tinker.post("session_heartbeat", {"session_id": tinker.session_id}, 410)
-    await tinker.post("get_info", {"model_id": tinker.model_id}, 404)
-    assert not list(tmp_path.glob("*/sampler_weights/*"))
-
-
-async def test_full_weights_are_trained_at_rank_0(tmp_path):
-    async with in_process(tmp_path) as tinker:
-        await tinker.start(rank=0)
-        info = await tinker.post("get_info", {"model_id": tinker.model_id})
-        assert not info["is_lora"]
-        await tinker.forward_backward(1)
-        await tinker.step(2)
-        sampler = await tinker.snapshot(3, 0)
-        score = await tinker.score(sampler, 0)
-        assert score == pytest.approx(await tinker.logprobs(4), abs=1e-5)
 
 
 async def test_leaving_the_service_answers_whoever_waits_and_ends_its_threads(tmp_path):
@@ -362,18 +297,11 @@ async def test_leaving_the_service_answers_whoever_waits_and_ends_its_threads(tm
         async with app:
             await tinker.start()
             behind_a_gap = await tinker.submit("forward_backward", 9, **passed())
-            body = {
-                "sampling_session_id": await tinker.snapshot(1, 0),
-                "seq_id": 0,
-                "prompt": datum()["model_input"],
-                "num_samples": 64,
-                "sampling_params": {"max_tokens": 1000},
-            }
-            drawing = await tinker.post("asample", body)
+            sampler = await tinker.snapshot(1, 0)
+            drawing = await tinker.asample(sampler, 0, tokens=1000, num_samples=64)
             asking = [asyncio.create_task(tinker.result(one)) for one in (behind_a_gap, drawing)]
             await asyncio.sleep(0)
         gap, drawn = await asyncio.gather(*asking)
-        assert "seq_id 9" in gap["error"]
-        assert drawn["category"] == "server"
+        assert gap["category"] == drawn["category"] == "server"
     left = {t.name for t in threading.enumerate() if t.name.startswith("retrain")}
     assert not left - {"retrain-user-code"}  # of other tests

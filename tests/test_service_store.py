@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 import stat
@@ -129,16 +130,9 @@ def test_a_network_disk_that_can_not_sync_folders_is_good_enough(store, monkeypa
 BROKEN = {
     "empty": "",
     "cut": '{"place": ["m", "we',
-    "null": "null",
-    "a list": "[]",
     "deep": "[" * 100_000,
     "half": '{"steps": 1}',
     "types": {"steps": "many"},
-    "no date": {"expires_at": "soon"},
-    "a date too late": {"created_at": 1e18},
-    "a date of no number": {"created_at": float("nan")},
-    "surrogate": {"metadata": {"a": "\ud800"}},
-    "infinite": {"metadata": {"a": float("inf")}},
 }
 
 
@@ -163,17 +157,13 @@ def test_a_broken_manifest_hides_that_checkpoint_alone(text, store, caplog):
 
 
 def test_a_manifest_is_read_where_it_is_found(store):
-    """A folder may be renamed, a later version may add fields, and a date may be none."""
+    """A folder may be renamed, and a later version may add fields."""
     save(store, 1)
     (store.folder / "m").rename(store.folder / "m2+train+0")
     manifest = store.folder / "m2+train+0/weights/one/manifest.json"
-    values = json.loads(manifest.read_text()) | {"expires_at": 1e18, "later": 1}
-    manifest.write_text(json.dumps(values))
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"later": 1}))
     [saved] = store.list()
-    assert (saved.place, saved.expires_at) == (
-        CheckpointPlace("m2:train:0", "weights", "one"),
-        None,
-    )
+    assert saved.place == CheckpointPlace("m2:train:0", "weights", "one")
 
 
 def test_of_two_saves_of_one_name_one_is_refused(store, monkeypatch):
@@ -188,24 +178,39 @@ def test_of_two_saves_of_one_name_one_is_refused(store, monkeypatch):
     assert store.load(saved.place)[0]["x"][0] == saved.steps == 1 + errors.index(None)
 
 
-def test_a_checkpoint_that_is_replaced_meanwhile_is_read_from_one_save(store):
-    save(store, 0)
+@contextmanager
+def again_and_again(act):
+    """Call `act` with 1, 2, 3, ... in a thread while the block runs."""
     over = threading.Event()
 
     def churn():
-        steps = 0
-        while not over.is_set():
-            save(store, steps := steps + 1, overwrite=True)
+        for number in itertools.takewhile(lambda _: not over.is_set(), itertools.count(1)):
+            act(number)
 
     with ThreadPoolExecutor(1) as beside:
         churning = beside.submit(churn)
         try:
-            for _ in range(100):
-                weights, state = store.load(PLACE, optimizer=True)
-                assert torch.equal(weights["x"], state["x"].float())
+            yield
         finally:
             over.set()
         churning.result()
+
+
+def test_a_checkpoint_that_is_replaced_meanwhile_is_read_from_one_save(store):
+    save(store, 0)
+    with again_and_again(lambda steps: save(store, steps, overwrite=True)):
+        for _ in range(100):
+            weights, state = store.load(PLACE, optimizer=True)
+            assert torch.equal(weights["x"], state["x"].float())
+
+
+def test_saving_and_deleting_never_disturb_a_look_at_all_checkpoints(store):
+    for number in range(40):
+        save(store, 1, PLACE._replace(model_id=f"m{number}"))
+    busy = PLACE._replace(model_id="busy")
+    with again_and_again(lambda steps: store.delete(save(store, steps, busy).place)):
+        for _ in range(40):
+            assert len(store.list()) in (40, 41)
 
 
 async def test_a_wall_clock_that_jumps_expires_nothing(tmp_path, monkeypatch):

@@ -205,18 +205,6 @@ def test_lora_shares_the_base_weights_and_never_changes_them(base, model):
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
-def test_without_the_output_layer_a_random_model_learns_little(base):
-    def loss(**tuning: bool) -> float:
-        trained = Trainer(base, Tuning(rank=16, **tuning))
-        data = [row._replace(advantages=[1.0] * len(row.tokens)) for row in rows(3)]
-        for _ in range(30):
-            passed = trained.forward_backward(data, "cross_entropy", {})
-            trained.optim_step(AdamParams(5e-3))
-        return passed.loss / passed.tokens
-
-    assert loss() < 0.5 * loss(unembed=False)
-
-
 @pytest.mark.parametrize("tuning", [FULL, Tuning(rank=4)], ids=["full", "lora"])
 async def test_a_sampler_of_the_merged_weights_scores_as_the_trainer_does(base, tuning):
     trained, plain = Trainer(base, tuning), base.untied

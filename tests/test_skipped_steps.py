@@ -94,31 +94,25 @@ class Own(Learner):
 
 
 @pytest.mark.parametrize(
-    ("changes", "given"),
+    ("changes", "given", "own_term"),
     [
-        ({"algorithm": {"loss": "dro"}}, {}),
-        ({"algorithm": {"loss": "grpo", "loss_config": {"beta": 0.1}}}, {}),
-        ({"rewards": [{**RUN["rewards"][0], "weight": SCHEDULE}]}, {}),
-        ({}, {"learner": Own()}),
+        ({"algorithm": {"loss": "dro"}}, {}, False),
+        ({"algorithm": {"loss": "grpo", "loss_config": {"beta": 0.1}}}, {}, False),
+        ({"rewards": [{**RUN["rewards"][0], "weight": SCHEDULE}]}, {}, False),
+        ({}, {"learner": Own()}, False),
+        ({}, {}, True),
     ],
 )
 async def test_a_batch_is_trained_where_anything_else_may_move_the_weights(
-    tmp_path, changes, given
+    tmp_path, changes, given, own_term
 ):
     plain = {key: RUN[key] for key in ("prompts", "rewards", "train")}
     config = mock_config(tmp_path, **plain | changes)
     adapter = kept_adapter(config)
+    adapter.model_loss = own_term
     parts = replace(parts_with(config, adapter), **given)
     result = await train(config, parts=parts)
     assert len(adapter.batches) == result.total_steps == 4
-
-
-async def test_a_models_own_term_is_trained(tmp_path):
-    config = mock_config(tmp_path, **{key: RUN[key] for key in ("prompts", "rewards", "train")})
-    adapter = kept_adapter(config)
-    adapter.model_loss = True
-    await train(config, parts=parts_with(config, adapter))
-    assert len(adapter.batches) == 4
 
 
 async def test_the_first_steps_in_which_nothing_earns_anything_name_the_keys(tmp_path, caplog):

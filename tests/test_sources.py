@@ -15,8 +15,7 @@ from retrain.config import parse_config
 from retrain.errors import ConfigError
 from retrain.prompts import PromptSource
 from retrain.prompts import files as formats
-from retrain.prompts.preparing import long_prompts, repeated
-from retrain.prompts.sequences import IteratedPrompts
+from retrain.prompts.preparing import long_prompts
 
 OWN = """
 import itertools
@@ -144,12 +143,6 @@ def test_empty_and_repeated_rows_are_counted_with_their_lines(tmp_path: Path) ->
     )
 
 
-def test_repeated_values_are_found() -> None:
-    from array import array
-
-    assert repeated(array("q", [3, 1, 3, 2, 1, 3])) == [2, 4, 5]
-
-
 def test_held_out_rows_are_chosen_by_their_prompt(tmp_path: Path) -> None:
     rows = [f"{n}=" for n in range(200)]
     held = {"type": "held_out"}
@@ -242,12 +235,6 @@ def test_a_function_that_yields_no_rows_is_an_error(
     with pytest.raises(ConfigError) as caught:
         parts_of(tmp_path, section)
     assert message in str(caught.value)
-
-
-def test_an_iterator_is_read_as_far_as_needed() -> None:
-    source = IteratedPrompts(iter("abc"), "x")
-    rows = source.rows()
-    assert [next(rows), next(rows), len(source)] == ["a", "b", 2]
 
 
 def mixture(*sources: Any, **keys: Any) -> dict[str, Any]:

@@ -428,8 +428,16 @@ class Running:
     def die(self) -> None:
         """Refuse new connections, and break those there are, also to a group."""
         self.app.engine.leave()
-        for listening in self.server.servers:
-            listening.close()
+        loop = asyncio.get_running_loop()
+        for server in self.server.servers:
+            for listening in server.sockets:
+                loop.remove_reader(listening)
+        # asyncio loses a connection that it has just accepted if its server is closed now
+        loop.call_soon(self._close)
+
+    def _close(self) -> None:
+        for server in self.server.servers:
+            server.close()
         self._break()
         self.server.should_exit = self.server.force_exit = True
 

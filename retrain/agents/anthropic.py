@@ -58,13 +58,6 @@ class _CountBody(api.Wire):
     """What `output_config.format` was called before."""
     stream: bool | None = False
 
-    @property
-    def form(self) -> tuple[str, Block | None]:
-        """What the answer must look like, after the argument that it is in."""
-        if self.output_config is not None and self.output_config.format is not None:
-            return "output_config", self.output_config.format
-        return "output_format", self.output_format
-
 
 class _MessagesBody(_CountBody):
     max_tokens: api.Tokens
@@ -144,6 +137,9 @@ def _request(asked: _CountBody) -> api.Request:
     if system := api.text_of(asked.system, "system"):
         messages.insert(0, api.message_of("system", system))
     choice = asked.tool_choice or _ToolChoice(type="auto")
+    form: tuple[str, Block | None] = "output_format", asked.output_format
+    if asked.output_config is not None and asked.output_config.format is not None:
+        form = "output_config", asked.output_config.format
     return api.request_of(
         asked,
         messages,
@@ -151,7 +147,7 @@ def _request(asked: _CountBody) -> api.Request:
         tools=api.offered(asked.tools or (), _function),
         choice={"name": choice.name} if choice.type == "tool" else choice.type,
         parallel=not choice.disable_parallel_tool_use,
-        form=asked.form,
+        form=form,
     )
 
 

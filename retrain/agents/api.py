@@ -11,13 +11,14 @@ from typing import Annotated, Any, Protocol, TypeVar, cast
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from retrain.agents.calls import CallError, Reply
-from retrain.chat.tools import tools_of
-from retrain.environment import ToolSpec
+from retrain.chat.tools import as_template, tools_of
+from retrain.environment import ToolCall, ToolSpec
 from retrain.errors import shown
 from retrain.types import Completion, Message
 
 Event = tuple[str, dict[str, Any] | str]
 """One event of a stream: its name, empty in APIs that don't name them, and its data."""
+Decode = Callable[[Sequence[int]], str]
 Body = TypeVar("Body", bound="Wire")
 COLDEST = 0.01
 """Lower temperatures are greedy: the logits divided by them overflow."""
@@ -131,12 +132,6 @@ class Request:
     """The request, for the API's own use."""
 
 
-class Decode(Protocol):
-    """The text of token ids."""
-
-    def __call__(self, token_ids: Sequence[int]) -> str: ...
-
-
 class Api(Protocol):
     """How an API reads requests and writes answers."""
 
@@ -148,21 +143,6 @@ class Api(Protocol):
         self, request: Request, answer_id: str, replies: Sequence[Reply], decode: Decode
     ) -> dict[str, Any]: ...
     def events(self, request: Request, answer: dict[str, Any]) -> Iterable[Event]: ...
-
-
-class LiveApi(Api, Protocol):
-    """An API that can stream a reply while it is sampled."""
-
-    def head(self, request: Request, answer_id: str) -> dict[str, Any]:
-        """What all events of a stream share."""
-
-    def delta(self, head: Mapping[str, Any], index: int, text: str, first: bool) -> Event:
-        """More text of a choice."""
-
-    def events(
-        self, request: Request, answer: dict[str, Any], sent: Mapping[int, str] = ...
-    ) -> Iterable[Event]:
-        """All events, or what follows the text of each choice that was sent."""
 
 
 def request_of(
@@ -243,11 +223,7 @@ def call_of(name: str, arguments: Any, call_id: str, where: str) -> dict[str, An
             raise invalid(f"{where}: got the arguments {shown(arguments)}, expected JSON") from None
     if not isinstance(arguments, dict):
         raise invalid(f"{where}: got the arguments {shown(arguments)}, expected an object")
-    return {
-        "id": call_id,
-        "type": "function",
-        "function": {"name": name, "arguments": arguments},
-    }
+    return as_template(ToolCall(name, arguments, call_id))
 
 
 def message_of(role: str, content: str, **more: Any) -> Message:
@@ -276,12 +252,6 @@ def finish(reply: Reply) -> str:
 def arguments_of(arguments: Mapping[str, Any]) -> str:
     """The arguments of a tool call as JSON."""
     return json.dumps(dict(arguments), ensure_ascii=False)
-
-
-def history_of(reply: Reply) -> Message:
-    """A reply as a message of the history."""
-    calls = [call_of(c.name, dict(c.arguments), c.id, "") for c in reply.tool_calls]
-    return message_of("assistant", reply.text, tool_calls=calls)
 
 
 def logprobs_of(reply: Reply, decode: Decode) -> list[dict[str, Any]]:

@@ -18,12 +18,12 @@ import json
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from retrain.agents.histories import Histories, Key, Said, Texts, renamed
 from retrain.chat import Chat, Conversation
 from retrain.chat.tools import as_template
-from retrain.environment import Action, ToolCall, ToolSpec
+from retrain.environment import ToolCall, ToolSpec
 from retrain.errors import RetrainError, text_of
 from retrain.sampler import PARTIAL, SamplingParams, hash_of
 from retrain.types import Completion, Message, Turn
@@ -31,6 +31,7 @@ from retrain.types import Completion, Message, Turn
 T = TypeVar("T")
 NOTHING: Mapping[Any, Any] = {}
 OVER = "the rollout of this API key is over"
+FAILED = "the run is ending: its sampler failed"
 
 
 class CallError(Exception):
@@ -83,22 +84,11 @@ def fitted(
     return replace(params, **{**options, "max_tokens": min(wanted, room)})
 
 
-class SampleCall(Protocol):
-    """Samples `n` completions; the same `key` gets the same seed.
-
-    Raises CallError if the prompt leaves no room for a token, and what the sampler raises.
-    """
-
-    def __call__(
-        self, prompt_ids: list[int], n: int, key: str, options: Mapping[str, Any]
-    ) -> Coroutine[Any, Any, list[Completion]]: ...
-
-
-class ReplyFollower(Protocol):
-    """Follows the replies to a call, as `options["watch"]`; the sampler gives it the tokens."""
-
-    spell: Callable[[Sequence[int]], str]
-    """The text of the first tokens of a reply, without what later tokens may change."""
+SampleCall = Callable[
+    [list[int], int, str, Mapping[str, Any]], Coroutine[Any, Any, list[Completion]]
+]
+"""Samples for a prompt `n` completions with options; the same key, a string, gets the same seed.
+Raises CallError if the prompt leaves no room for a token, and what the sampler raises."""
 
 
 class Calls:
@@ -135,7 +125,7 @@ class Calls:
         self._numbers: dict[tuple[str, str], set[int]] = {}
         """The calls of each prompt, which get different seeds."""
         self._under_way: set[asyncio.Task[Any]] = set()
-        self._reserved, self._call_ids, self._sampled_tokens = 0, first_call, 0
+        self._reserved, self._call_ids = 0, first_call
 
     async def chat(
         self,
@@ -148,8 +138,9 @@ class Calls:
     ) -> list[Reply]:
         """`n` replies to a history; raises CallError.
 
-        `options` are fields of SamplingParams to use instead of the run's, and a ReplyFollower.
-        With `continues`, which a run doesn't use, the replies continue the last message.
+        `options` are fields of SamplingParams to use instead of the run's, and `watch`, a
+        `live.Live`. With `continues`, which a run doesn't use, the replies continue the last
+        message.
         """
         self._admit(n)
         place, found, asked, conversation = self._conversation(messages, tools, seat, continues)
@@ -161,9 +152,14 @@ class Calls:
             said = conversation.fork()
             action = said.reply(completion, first_call=self._call_ids)
             self._call_ids += len(action.tool_calls)
-            reply = self._reply(conversation, said, action, completion, options)
+            # A reply with a malformed call is only text.
+            text = action.text if action.readable else said.answer
+            calls = action.tool_calls if action.readable else ()
+            text, stop = self._before_stop(completion, text, options)
+            number, given = len(self.turns), len(conversation.prompt_ids)
+            reply = Reply(number, text, action.reasoning, calls, completion, given, stop)
             added = (*asked, said.messages[-1])
-            self._add(said.turn(seat=seat, parent=parent, messages=added))
+            self.turns.append(said.turn(seat=seat, parent=parent, messages=added))
             thoughts = before
             if reply.reasoning:
                 thoughts = {**before, len(messages): reply.reasoning}
@@ -205,9 +201,8 @@ class Calls:
             number = len(self.turns)
             message = Message(role="assistant", content=completion.text)
             new = Message(role="user", content=asked)
-            self._add(
-                Turn(prompt_ids, completion, parent=parent, seat=seat, messages=(new, message))
-            )
+            turn = Turn(prompt_ids, completion, parent=parent, seat=seat, messages=(new, message))
+            self.turns.append(turn)
             self._texts.add(seat, text, completion.text, number)
             self.histories[seat] = [Message(role="user", content=text), message], ()
             shown, stop = self._before_stop(completion, completion.text, options)
@@ -242,7 +237,7 @@ class Calls:
         if self.closed:
             raise CallError(401, "invalid_api_key", OVER)
         if self.failure is not None:
-            raise CallError(503, "server_error", "the run is ending: its sampler failed")
+            raise CallError(503, "server_error", FAILED)
         if len(self.turns) + self._reserved + n > self._max_turns:
             self.truncated = "max_turns"
             raise CallError(
@@ -251,7 +246,7 @@ class Calls:
                 f"this rollout has used {len(self.turns) + self._reserved} of its "
                 f"{self._max_turns} completions (rollout.max_turns)",
             )
-        sampled = self._sampled_tokens
+        sampled = sum(len(turn.completion.token_ids) for turn in self.turns)
         if self._max_tokens is not None and sampled >= self._max_tokens:
             self.truncated = "max_tokens"
             raise CallError(
@@ -260,10 +255,6 @@ class Calls:
                 f"this rollout has sampled {sampled} tokens, its limit is {self._max_tokens} "
                 "(rollout.max_tokens)",
             )
-
-    def _add(self, turn: Turn) -> None:
-        self.turns.append(turn)
-        self._sampled_tokens += len(turn.completion.token_ids)
 
     def _conversation(
         self,
@@ -304,9 +295,12 @@ class Calls:
             return await self._while_open(self._sample(prompt_ids, n, key, options))
         except BaseException as error:
             taken.discard(number)
-            if (answer := self._answer_to(error)) is None:
+            if isinstance(error, CallError) and error.code == "context_length_exceeded":
+                self.truncated = "context"
+            if isinstance(error, CallError) or not isinstance(error, Exception):
                 raise
-            raise answer from error
+            self.failure = self.failure or error
+            raise CallError(503, "server_error", FAILED) from error
         finally:
             self._reserved -= n
 
@@ -330,30 +324,6 @@ class Calls:
             raise CallError(401, "invalid_api_key", OVER)
         return result
 
-    def _answer_to(self, error: BaseException) -> CallError | None:
-        """What a call gets for an error of the sampler; None if `error` itself is right."""
-        if isinstance(error, CallError) and error.code == "context_length_exceeded":
-            self.truncated = "context"
-        if isinstance(error, CallError) or not isinstance(error, Exception):
-            return None
-        self.failure = self.failure or error
-        return CallError(503, "server_error", "the run is ending: its sampler failed")
-
-    def _reply(
-        self,
-        asked: Conversation,
-        said: Conversation,
-        action: Action,
-        completion: Completion,
-        options: Mapping[str, Any],
-    ) -> Reply:
-        """What the agent gets. A reply with a malformed call is only text."""
-        text = action.text if action.readable else said.answer
-        text, stop = self._before_stop(completion, text, options)
-        calls, number = action.tool_calls if action.readable else (), len(self.turns)
-        given = len(asked.prompt_ids)
-        return Reply(number, text, action.reasoning, calls, completion, given, stop)
-
     def _before_stop(
         self, completion: Completion, text: str, options: Mapping[str, Any]
     ) -> tuple[str, str]:
@@ -364,7 +334,7 @@ class Calls:
         return (text.partition(stop)[0], stop) if stop else (text, "")
 
     def _watch(self, options: Mapping[str, Any], spell: Callable[[Sequence[int]], str]) -> None:
-        """Let a call's ReplyFollower spell its replies, up to where a stop string may begin."""
+        """Let what follows a call spell its replies, up to where a stop string may begin."""
         if (watch := options.get("watch")) is not None:
             starts = {
                 stop[:i] for stop in options.get("stop", self._stop) for i in range(len(stop))

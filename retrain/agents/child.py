@@ -13,7 +13,6 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Awaitable
 from pathlib import Path
 
 from retrain.config.plugins import find_function
@@ -28,7 +27,7 @@ def main() -> None:
     try:
         answer = function(**job["arguments"])
         if inspect.isawaitable(answer):
-            answer = asyncio.run(_awaited(answer))
+            answer = asyncio.run(asyncio.wait_for(answer, None))
     except Exception as error:  # noqa: BLE001 - the agent's
         traceback.print_exc()
         raise SystemExit(" ".join(str(blame(job["function"], error)).split())) from None
@@ -36,10 +35,6 @@ def main() -> None:
         fields = answer._asdict()
         answer = {**fields["info"], "reward": fields["reward"]}
     result.write_text(json.dumps(plain(answer)), encoding="utf-8")
-
-
-async def _awaited(answer: Awaitable[object]) -> object:
-    return await answer
 
 
 if __name__ == "__main__":

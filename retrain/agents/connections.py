@@ -66,14 +66,13 @@ async def body_of(http: Request) -> Mapping[str, Any]:
     """The object that a request has as its body; raises CallError."""
     body = bytearray()
     try:
-        if int(http.headers.get("content-length", 0)) > MAX_BODY:
-            raise _too_large()
         async with asyncio.timeout(IDLE_SECONDS) as limit:
             async for chunk in http.stream():
                 limit.reschedule(asyncio.get_running_loop().time() + IDLE_SECONDS)
                 body += chunk
                 if len(body) > MAX_BODY:
-                    raise _too_large()
+                    message = f"the body is over the limit of {MAX_BODY} bytes"
+                    raise CallError(413, "request_too_large", message)
     except ClientDisconnect:
         raise CallError(499, "client_disconnected", "the client disconnected") from None
     except TimeoutError:
@@ -86,10 +85,6 @@ async def body_of(http: Request) -> Mapping[str, Any]:
     if not isinstance(value, dict):
         raise invalid(f"the body is a {type(value).__name__}, expected an object")
     return value
-
-
-def _too_large() -> CallError:
-    return CallError(413, "request_too_large", f"the body is over the limit of {MAX_BODY} bytes")
 
 
 async def while_connected(http: Request, call: Awaitable[T]) -> T:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from retrain.agents.api import Request, history_of
+from retrain.agents.api import Request
 from retrain.agents.calls import CallError, Calls, Reply
 from retrain.types import Message
 
@@ -16,15 +16,10 @@ from retrain.types import Message
 class Answer:
     """What later calls may refer to."""
 
-    turn: int
-    """Of its first choice."""
     choices: int
     asked: Sequence[Message]
     reply: Reply
-
-    @property
-    def history(self) -> list[Message]:
-        return [*self.asked, history_of(self.reply)]
+    """The first choice."""
 
 
 class Guest:
@@ -61,4 +56,4 @@ class Guest:
         if not request.previous:
             return request
         earlier = self.find(request.previous, "previous_response_id", 400)
-        return replace(request, messages=[*earlier.history, *request.messages])
+        return replace(request, messages=[*earlier.asked, earlier.reply.message, *request.messages])

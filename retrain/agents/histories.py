@@ -34,7 +34,8 @@ class Histories:
     def __init__(self) -> None:
         self._places: dict[tuple[int, Key], int] = {}
         self._replies: dict[int, list[Said]] = {}
-        self._walked: dict[int, _Walk] = {}
+        self._walked: dict[int, tuple[Sequence[Message], list[int]]] = {}
+        """The last history that began with a message, and the place after each message."""
 
     def find(self, opening: Key, messages: Sequence[Message]) -> tuple[int, int, Said | None]:
         """The place of a history, for `add`; the index of its last reply, and where that is from.
@@ -55,12 +56,11 @@ class Histories:
         """
         root = self._next(0, opening)
         start = self._next(root, key_of(messages[0])) if messages else root
-        known = self._walked.get(start)
-        same = 0 if known is None else _equal_at_start(known.messages, messages)
-        places = [] if known is None else known.places[:same]
-        for message in messages[same:]:
+        known, places = self._walked.get(start, ((), []))
+        places = places[: _equal_at_start(known, messages)]
+        for message in messages[len(places) :]:
             places.append(self._next(places[-1] if places else root, key_of(message)))
-        self._walked[start] = _Walk(tuple(messages), places)
+        self._walked[start] = tuple(messages), places
         return places or [root]
 
     def add(self, place: int, message: Message, said: Said) -> None:
@@ -74,16 +74,7 @@ class Histories:
         """Of the replies that say the same, the one with the same ids, else the latest."""
         known = self._replies.get(place, ())
         fits = [said for said in known if _has_reasoning(said, messages)]
-        if len(fits) < 2:  # the common case
-            return fits[0] if fits else None
-        return max(fits, key=lambda said: (_equal_ids(said, messages), said.turn))
-
-
-class _Walk(NamedTuple):
-    """A history of an earlier call."""
-
-    messages: Sequence[Message]
-    places: list[int]
+        return max(fits, key=lambda said: (_equal_ids(said, messages), said.turn), default=None)
 
 
 class Texts:

@@ -9,16 +9,18 @@ from typing import Any
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from retrain.agents.api import LiveApi, Request
+from retrain.agents.api import Request
 from retrain.agents.calls import CallError, Reply
+from retrain.agents.completions import Text
 from retrain.agents.connections import event_of
-from retrain.agents.openai import error_body
+from retrain.agents.openai import ChatCompletions, error_body
 
 
 class Live:
-    """Follows the replies to a call; a `calls.ReplyFollower`. Made on the event loop."""
+    """Follows the replies to a call, as `options["watch"]`. Made on the event loop."""
 
     spell: Callable[[Sequence[int]], str]
+    """The text of the first tokens of a reply, without what later tokens may change."""
 
     def __init__(self) -> None:
         self._loop, self._news = asyncio.get_running_loop(), asyncio.Event()
@@ -54,7 +56,7 @@ class Stream(StreamingResponse):
 
     def __init__(
         self,
-        api: LiveApi,
+        api: ChatCompletions | Text,
         request: Request,
         head: dict[str, Any],
         live: Live,

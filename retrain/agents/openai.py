@@ -10,6 +10,7 @@ from pydantic import Field
 
 from retrain.agents import api
 from retrain.agents.calls import NOTHING, CallError, Reply
+from retrain.chat.adapting import with_text_arguments
 from retrain.types import Message
 
 ROLES = {
@@ -209,21 +210,18 @@ def _message(raw: Mapping[str, Any], where: str) -> Message:
 
 def _continues(asked: _ChatBody, messages: Sequence[Message]) -> bool:
     """Whether the reply continues the last message; raises CallError 400 if it can't."""
-    if not asked.continue_final_message:
-        if asked.add_generation_prompt is False:
-            raise api.invalid(
-                "add_generation_prompt: got false, expected it with continue_final_message: true"
-            )
+    continues, last = bool(asked.continue_final_message), messages[-1]
+    if asked.add_generation_prompt is continues:
+        raise api.invalid(
+            f"add_generation_prompt: got {str(continues).lower()}, expected the opposite of "
+            "continue_final_message"
+        )
+    if not continues:
         return False
-    last = messages[-1]
     if last["role"] != "assistant" or not last["content"].strip() or last.get("tool_calls"):
         raise api.invalid(
             "continue_final_message: got true, expected a last message of the assistant with text "
             "and without tool calls"
-        )
-    if asked.add_generation_prompt:
-        raise api.invalid(
-            "add_generation_prompt: got true, expected false with continue_final_message: true"
         )
     return True
 
@@ -239,19 +237,11 @@ def only_sampled(name: str, got: int, most: int = 0) -> dict[str, str]:
 
 
 def _said(reply: Reply) -> dict[str, Any]:
-    said: dict[str, Any] = {"role": "assistant", "content": reply.text, "refusal": None}
+    said: dict[str, Any] = {**reply.message, "refusal": None}
     if reply.reasoning:
         said["reasoning_content"] = reply.reasoning
     if reply.tool_calls:
-        said["content"] = reply.text or None
-        said["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.name, "arguments": api.arguments_of(call.arguments)},
-            }
-            for call in reply.tool_calls
-        ]
+        said |= {**with_text_arguments(reply.message), "content": reply.text or None}
     return said
 
 

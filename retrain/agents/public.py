@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
@@ -44,10 +45,9 @@ class PublicServer(EndpointServer):
             port=port,
             honour=("max_tokens", "temperature", "top_p", "top_k", "stop", "seed"),
         )
-        super().__init__(config, self._text)
+        super().__init__(config, repr)  # until `present` gives the decoder
         self._key = key
         self._calls: Callable[[], Calls] | None = None
-        self._spell: Decode | None = None
 
     @property
     def url(self) -> str:
@@ -56,11 +56,7 @@ class PublicServer(EndpointServer):
 
     def present(self, calls: Callable[[], Calls], decode: Decode, model: str) -> None:
         """Answer each call by what `calls` makes for it; before, calls get status 503."""
-        self._calls, self._spell, self._model = calls, decode, model
-
-    def _text(self, token_ids: Sequence[int]) -> str:
-        assert self._spell is not None, "a call was answered"
-        return self._spell(token_ids)
+        self._calls, self._decode, self._model = calls, decode, model
 
     def _own_route(self) -> Route:
         return Route("/health", self._safe(self._health), methods=["GET"])
@@ -118,8 +114,5 @@ class PublicServer(EndpointServer):
                 call.result()
             failed.pop_all()
         head = api.head(request, f"{api.prefix}-{http.path_params['rollout']}-0")
-
-        def finish(replies: Any) -> dict[str, Any]:
-            return self._answer(http, guest, api, request, replies)
-
+        finish = partial(self._answer, http, guest, api, request)
         return Stream(api, request, head, live, call, finish)

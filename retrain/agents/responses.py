@@ -95,7 +95,18 @@ class Responses:
             "model": request.model,
             "output": _output(reply, answer_id, whole, logprobs),
             "usage": _usage(reply),
-            **_repeated(asked),
+            # What an answer repeats of its request.
+            "instructions": asked.instructions,
+            "max_output_tokens": asked.max_output_tokens,
+            "metadata": asked.metadata or {},
+            "parallel_tool_calls": True,
+            "previous_response_id": asked.previous_response_id,
+            "temperature": asked.temperature,
+            "text": {"format": asked.form or {"type": "text"}},
+            "tool_choice": asked.tool_choice or "auto",
+            "tools": asked.tools or [],
+            "top_p": asked.top_p,
+            "truncation": "disabled",
         }
 
     def events(self, request: api.Request, answer: dict[str, Any]) -> Iterator[api.Event]:
@@ -108,7 +119,8 @@ class Responses:
         ]
         for index, item in enumerate(answer["output"]):
             place = {"output_index": index, "item": item}
-            empty = {**item, "status": "in_progress", **_EMPTY[item["type"]]}
+            content = "arguments" if item["type"] == "function_call" else "content"
+            empty = {**item, "status": "in_progress", content: item[content][:0]}
             events.append({"type": "response.output_item.added", **place, "item": empty})
             at = {"item_id": item["id"], "output_index": index}
             events += _CHANGES[item["type"]](item, at)
@@ -116,23 +128,6 @@ class Responses:
         events.append({"type": f"response.{answer['status']}", "response": answer})
         for number, event in enumerate(events):
             yield event["type"], {**event, "sequence_number": number}
-
-
-def _repeated(asked: _ResponseBody) -> dict[str, Any]:
-    """What an answer repeats of its request."""
-    return {
-        "instructions": asked.instructions,
-        "max_output_tokens": asked.max_output_tokens,
-        "metadata": asked.metadata or {},
-        "parallel_tool_calls": True,
-        "previous_response_id": asked.previous_response_id,
-        "temperature": asked.temperature,
-        "text": {"format": asked.form or {"type": "text"}},
-        "tool_choice": asked.tool_choice or "auto",
-        "tools": asked.tools or [],
-        "top_p": asked.top_p,
-        "truncation": "disabled",
-    }
 
 
 def _messages(items: str | Sequence[Item]) -> list[Message]:
@@ -231,12 +226,6 @@ def _output(
 
 
 _PREFIXES = {"reasoning": "rs", "message": "msg", "function_call": "fc"}
-_EMPTY: Mapping[str, Item] = {
-    "reasoning": {"content": []},
-    "message": {"content": []},
-    "function_call": {"arguments": ""},
-}
-"""How items begin in a stream."""
 
 
 def _parts(item: Item, at: Item) -> list[Item]:

@@ -46,12 +46,9 @@ from retrain.errors import alike, shown
 from retrain.wire.serving import allow_files, settings_of
 
 logger = logging.getLogger(__name__)
-MOST_INVALID = 8
-"""Kinds of invalid calls that are logged."""
 Handler = Callable[[HttpRequest], Awaitable[Response]]
 MOST_WARNINGS = 100
-"""Names of arguments that are remembered."""
-LONGEST_NAME = 80
+"""Names of arguments and kinds of invalid calls that are remembered: a client may make up more."""
 APIS: Mapping[str, Api] = {
     "/chat/completions": openai.ChatCompletions(),
     "/completions": completions.Text(),
@@ -74,8 +71,6 @@ class EndpointServer:
         self._config, self._decode = config, decode
         self._guests: dict[str, Guest] = {}
         self._warned: set[str] = set()
-        self._invalid: set[str] = set()
-        """The kinds of invalid calls that are logged."""
         self._url, self._model = "", "policy"
         self.rejected = 0
         """Calls with a wrong key, or for a rollout that is over."""
@@ -138,10 +133,7 @@ class EndpointServer:
             try:
                 return await handle(http)
             except CallError as error:
-                kind = alike(str(error))
-                new = kind not in self._invalid and len(self._invalid) < MOST_INVALID
-                if error.code == "invalid_request_error" and new:
-                    self._invalid.add(kind)
+                if error.code == "invalid_request_error" and self._is_new(alike(str(error))):
                     logger.warning("a call got status %d: %s", error.status, error)
                 return _refusal(http, error)
 
@@ -166,7 +158,7 @@ class EndpointServer:
     ) -> dict[str, Any]:
         first = replies[0]
         answer_id = f"{api.prefix}-{http.path_params['rollout']}-{first.turn}"
-        guest.answers[answer_id] = Answer(first.turn, len(replies), request.messages, first)
+        guest.answers[answer_id] = Answer(len(replies), request.messages, first)
         return api.answer(request, answer_id, replies, self._decode)
 
     async def _count(self, http: HttpRequest) -> Response:
@@ -196,14 +188,16 @@ class EndpointServer:
         return {name: value for name, value in request.options.items() if name in honour}
 
     def _warn(self, reason: str, names: Iterable[str]) -> None:
-        """Log the first use of each argument, whose name a client may have made up."""
-        for name in names:
-            if name not in self._warned and len(self._warned) < MOST_WARNINGS:
-                self._warned.add(name)
-                plain = name.isprintable() and len(name) < LONGEST_NAME
-                logger.warning(
-                    "the agent sets %s, which %s", name if plain else shown(name), reason
-                )
+        """Log the first use of each argument."""
+        for name in filter(self._is_new, names):
+            logger.warning("the agent sets %s, which %s", shown(name), reason)
+
+    def _is_new(self, what: str) -> bool:
+        """Whether to log this; remembers it."""
+        new = what not in self._warned and len(self._warned) < MOST_WARNINGS
+        if new:
+            self._warned.add(what)
+        return new
 
     def _guest(self, http: HttpRequest) -> Guest:
         """The rollout of a call; raises CallError 401 unless the call has its key."""
@@ -257,7 +251,7 @@ class EndpointServer:
             answer, index = guest.find(body["id"], "id", 404), body.get("index", 0)
             if index not in range(answer.choices):
                 raise invalid(f"index: got {index!r}, expected 0 to {answer.choices - 1}")
-            turn = answer.turn + int(index)
+            turn = answer.reply.turn + int(index)
         guest.calls.reward(float(value), turn)
         return as_json({"reward": value})
 

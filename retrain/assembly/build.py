@@ -238,7 +238,7 @@ def row_checks(environment: Environment, scorer: Scorer) -> tuple[CheckRow, ...]
         if isinstance(calculator, ProcessReward):
             calculator = calculator.inner
         overrides = type(calculator).check_row is not RewardCalculator.check_row
-        if overrides and not scorer.composition.is_gated(term.name):
+        if overrides and not scorer.composition.gates[term.name]:
             checks.append(calculator.check_row)
     return tuple(checks)
 

@@ -24,6 +24,7 @@ from __future__ import annotations
 import re
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final
@@ -159,12 +160,6 @@ class Chat:
             raise ValueError("got empty messages, expected at least one token to start a rollout")
         return _Opening(text, self.opener_of(text), prompt_ids, tuple(tools), shown, most_calls)
 
-    def split(self, said: str, opener: str) -> tuple[str, str]:
-        """The reasoning and the answer of a reply to a prompt that ends with `opener`."""
-        if not opener and not _MARKUP.search(said):  # the common case, fast
-            return "", said
-        return self.format.split(said, opener)
-
     def opener_of(self, text: str) -> str:
         """The start of reasoning with which a prompt ends, else ""."""
         return "" if self.template.joins else reasoning_opener(text)
@@ -172,9 +167,6 @@ class Chat:
 
 class Conversation:
     """One rollout's history and the ids to sample from; made by `Chat.begin`."""
-
-    __slots__ = ("_calls", "_chat", "_completion", "_opener", "_opening", "_reasoning", "_said",
-                 "_text", "answer", "messages", "prompt_ids")  # fmt: skip
 
     answer: str
     """The last reply without its reasoning, but with its tool calls as the model wrote them."""
@@ -202,11 +194,9 @@ class Conversation:
 
     def fork(self) -> Conversation:
         """An independent copy that shares what has been tokenized."""
-        copy = Conversation(self._chat, self._opening, self.messages.copy())
-        copy.prompt_ids, copy._text, copy._opener = self.prompt_ids, self._text, self._opener
-        copy._completion, copy._said, copy._calls = self._completion, self._said, self._calls
-        copy._reasoning, copy.answer = self._reasoning, self.answer
-        return copy
+        forked = copy(self)
+        forked.messages = self.messages.copy()
+        return forked
 
     def reply(self, completion: Completion, first_call: int | None = None) -> Action:
         """Add the model's turn; if there are tools, parse the tool calls.
@@ -223,16 +213,18 @@ class Conversation:
         tools, chat = self._opening.tools, self._chat
         self._completion = completion
         self._said = said = chat.tokens.text_of(completion, bool(tools))
-        opener = self._opener
-        self._reasoning, self.answer = chat.split(said, opener)
+        self._reasoning, self.answer = "", said
+        if self._opener or _MARKUP.search(said):
+            self._reasoning, self.answer = chat.format.split(said, self._opener)
         ids, stopped = completion.token_ids, completion.stop_reason
         if tools:
             first = self._calls if first_call is None else first_call
-            found = parse_reply(said, tools, chat.format, first=first, opener=opener)
+            found = parse_reply(said, tools, chat.format, first=first, opener=self._opener)
             self._calls += len(found.calls)
             if found.calls:
-                return self._called(found, opener, completion)
-        self.messages.append(self._message(said, opener))
+                reasoning, text = self._called(found)
+                return Action(text, found.calls, ids, stopped, found.readable, reasoning)
+        self.messages.append(self._message(said))
         return Action(self.answer, (), ids, stopped, True, self._reasoning)
 
     def so_far(self, token_ids: Sequence[int]) -> str:
@@ -249,22 +241,20 @@ class Conversation:
         answer = chat.format.split(said, self._opener)[1]
         return _MARKUP.split(answer, maxsplit=1)[0].rstrip() if tools else answer
 
-    def _called(self, found: ParsedReply, opener: str, completion: Completion) -> Action:
-        """Add a turn with tool calls to the history."""
+    def _called(self, found: ParsedReply) -> tuple[str, str]:
+        """Add a turn with tool calls to the history. Returns its reasoning and text."""
         template, most = self._chat.template, self._opening.most_calls
-        reasoning, text = self._chat.format.split(found.text, opener)
         # Calls that the template can't show as calls stay in the text, where it allows that.
         if (found.readable and len(found.calls) <= most) or (most and template.needs_calls):
-            message = self._message(found.text, opener)
+            message = self._message(found.text)
             message["tool_calls"] = [as_template(call) for call in found.calls[:most]]
         else:
-            message = self._message(self._said, opener)
+            message = self._message(self._said)
         self.messages.append(message)
-        ids, stopped = completion.token_ids, completion.stop_reason
-        return Action(text, found.calls, ids, stopped, found.readable, reasoning)
+        return self._chat.format.split(found.text, self._opener)
 
-    def _message(self, said: str, opener: str) -> Message:
-        form = self._chat.format
+    def _message(self, said: str) -> Message:
+        form, opener = self._chat.format, self._opener
         if not form.channels:
             if not opener:  # the common case, fast
                 return {"role": "assistant", "content": said}
@@ -288,31 +278,15 @@ class Conversation:
         said = self._completion
         if said is None:
             raise RuntimeError("there is no reply; call reply() before turn()")
+        asked, thoughts = self.prompt_ids, self._reasoning
         answer = None if self.answer == said.text else self.answer
-        return Turn(
-            self.prompt_ids,
-            said,
-            observation,
-            seat,
-            parent,
-            messages,
-            reward,
-            answer=answer,
-            reasoning=self._reasoning,
-        )
+        return Turn(asked, said, observation, seat, parent, messages, reward, answer, thoughts)
 
     def ended_by(self, completion: Completion) -> tuple[Turn, list[Message]]:
         """A last reply and the whole history with it; the conversation itself is unchanged."""
-        if self._opening.tools:
-            ended = self.fork()
-            ended.reply(completion)
-            return ended.turn(), ended.messages
-        chat = self._chat
-        said = chat.tokens.text_of(completion, False)
-        reasoning, answer = chat.split(said, self._opener)
-        kept = None if answer == completion.text else answer
-        turn = Turn(self.prompt_ids, completion, answer=kept, reasoning=reasoning)
-        return turn, [*self.messages, self._message(said, self._opener)]
+        ended = self.fork()
+        ended.reply(completion)
+        return ended.turn(), ended.messages
 
     def spell(self, message: Message) -> list[int]:
         """The ids of a given (not sampled) reply, including the end of its turn.

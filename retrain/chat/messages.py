@@ -25,7 +25,7 @@ def _checked_message(message: object, what: str) -> Message:
         raise TypeError(f"{what}: got {shown(message)}, expected a dict {wanted}")
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or not role:
-        raise ValueError(f"{what}: got role {shown(role)}, expected user, tool or system")
+        raise ValueError(f"{what}: got role {shown(role)}, expected one such as user")
     if content is None and message.get("tool_calls"):  # recorded calls often have no text
         content = ""
     if content is None:

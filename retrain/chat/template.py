@@ -60,11 +60,8 @@ class Template:
             ) from error
 
     def _check_options(self, template: str) -> None:
-        reserved = sorted(_RESERVED & self._options.keys())
-        if reserved:
-            raise ConfigError(
-                f"chat.arguments: can't set {', '.join(reserved)}, which the run sets"
-            )
+        if reserved := ", ".join(sorted(_RESERVED & self._options.keys())):
+            raise ConfigError(f"chat.arguments: can't set {reserved}, which the run sets")
         if template == "none" and self._options:
             raise ConfigError("chat.arguments has no effect with chat.template: none; remove it")
         if template == "auto" and not self._tokenizer.chat_template:
@@ -103,13 +100,10 @@ class Template:
         Raises UserCodeError with the template's message, or if it drops that content.
         """
         last = Message(**{**messages[-1], "content": messages[-1]["content"] + _PROBE})
-        text, found, _ = self.render([*messages[:-1], last], tools, generation=False).rpartition(
-            _PROBE
-        )
-        if not found:
-            raise UserCodeError("the chat template drops the last message, so no reply can "
-                                "continue it")  # fmt: skip
-        return text
+        text = self.render([*messages[:-1], last], tools, generation=False)
+        if _PROBE not in text:
+            raise UserCodeError("the chat template drops the last message: no reply can follow it")
+        return text.rpartition(_PROBE)[0]
 
     def _adapted(self, messages: Sequence[Message]) -> list[Message]:
         """The messages in the form that this template takes."""

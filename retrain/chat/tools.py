@@ -96,19 +96,14 @@ def check_tools(tools: Sequence[object]) -> None:
         if tool.name in names:
             raise ValueError(f"tools: got two tools named {tool.name!r}, expected different names")
         names.add(tool.name)
-        _check_schema(tool)
-
-
-def _check_schema(tool: ToolSpec) -> None:
-    where = f"tool {tool.name!r}: parameters"
-    try:
-        validator_of(as_json(tool.parameters))
-    except TypeError:
-        raise TypeError(
-            f"{where}: got {shown(tool.parameters)}, expected a JSON schema (a dict of JSON values)"
-        ) from None
-    except ValueError as error:
-        raise ValueError(f"{where}{error}") from None
+        where = f"tool {tool.name!r}: parameters"
+        try:
+            validator_of(as_json(tool.parameters))
+        except TypeError:
+            got = shown(tool.parameters)
+            raise TypeError(f"{where}: got {got}, expected a JSON schema, as a dict") from None
+        except ValueError as error:
+            raise ValueError(f"{where}{error}") from None
 
 
 def as_template(call: ToolCall) -> dict[str, Any]:

@@ -156,7 +156,7 @@ def inner(part: WeightedReward) -> RewardCalculator:
 def solved_by_answers(scorer: Scorer) -> list[WeightedReward]:
     """The rewards of which the answer of a row should get all, and that no gate keeps from some:
     the answer solves the task, or is checked for it before a run."""
-    parts = [part for part in scorer.rewards if not scorer.composition.is_gated(part.name)]
+    parts = [part for part in scorer.rewards if not scorer.composition.gates[part.name]]
     plain = RewardCalculator.check_row
     return [
         part

@@ -1,6 +1,6 @@
 """The rows that a run prompts with or trains on: sources, files, examples."""
 
-from retrain.prompts.base import MIXTURE, Origin, PromptSource, epoch_order, parse_messages
+from retrain.prompts.base import MIXTURE, Origin, PromptSource, epoch_order
 from retrain.prompts.sources.file import FilePrompts
 from retrain.prompts.sources.hf import DatasetPrompts, load_dataset
 from retrain.prompts.sources.list import ListPrompts
@@ -16,5 +16,4 @@ __all__ = [
     "Row",
     "epoch_order",
     "load_dataset",
-    "parse_messages",
 ]

@@ -15,10 +15,11 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
+from retrain.chat.messages import checked_messages
 from retrain.environment import Environment
-from retrain.errors import PromptError, blame
+from retrain.errors import PromptError, blame, shown
 from retrain.types import Message, Prompt, Row, Ticket
 
 Raw = Any  # a string, a mapping or a Row, or a user's mistake
@@ -198,25 +199,19 @@ def parse_row(raw: Any, prompt_column: str | None = None, answer_column: str | N
     answer = rest.pop(answer_column or "answer", None)
     if isinstance(value, str):
         return Row(_user(value), answer, rest, plain=True)
-    return Row(parse_messages(value), answer, rest)
+    return Row(parse_messages(value, column), answer, rest)
 
 
-def parse_messages(value: Any) -> tuple[Message, ...]:
+def parse_messages(value: Any, what: str = "messages") -> tuple[Message, ...]:
     """A list of messages of a dataset. Raises ValueError that says what was expected."""
-    if not isinstance(value, Sequence) or isinstance(value, bytes):
-        raise ValueError(f"got {type(value).__name__}, expected a string or a list of messages")
+    if not isinstance(value, list | tuple):
+        raise ValueError(f"{what}: got {shown(value)}, expected a string or a list of messages")
     if not value:
-        raise EmptyPromptError("the list of messages is empty")
-    return tuple(_message(index, message) for index, message in enumerate(value))
-
-
-def _message(index: int, message: Any) -> Message:
-    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise ValueError(f"message {index}: expected a mapping with `role` and `content`")
-    content = message.get("content")
-    if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
-        raise ValueError(f"message {index}: content is {type(content).__name__}, expected a string")
-    return cast(Message, {**message, "content": content or ""})
+        raise EmptyPromptError(f"{what} is an empty list")
+    try:
+        return tuple(checked_messages(value, what))
+    except TypeError as error:
+        raise ValueError(str(error)) from None
 
 
 def _user(text: str) -> tuple[Message, ...]:

@@ -21,7 +21,8 @@ from typing import Any, NamedTuple, Self, TypeVar
 
 from retrain.chat.tools import tools_of
 from retrain.errors import PromptError, shown
-from retrain.prompts.base import PromptSource, parse_messages
+from retrain.prompts.base import PromptSource, RowShape, parse_messages
+from retrain.prompts.preparing import PreparedPrompts
 from retrain.types import Message, Row
 
 T = TypeVar("T")
@@ -33,10 +34,8 @@ TOOLS = "tools"
 EQUAL = "chosen equals rejected"
 
 
-class _Examples(PromptSource):
+class _Examples(PreparedPrompts):
     """Some rows of a source in one form: each is made when it is needed, and not kept."""
-
-    read_at_start = True
 
     def __init__(
         self,
@@ -46,25 +45,15 @@ class _Examples(PromptSource):
         dropped: Mapping[str, int],
     ) -> None:
         """`made` makes the row at an index of `kept`, which has the places in the source."""
-        self._source, self._kept, self._made = source, kept, made
-        self.name = source.name
+        super().__init__(source, RowShape(), kept)
+        self._made, self.read_at_start = made, True
         self.dropped = dropped
         """The number of dropped rows or prompts per reason."""
-
-    def __len__(self) -> int:
-        return len(self._kept)
-
-    def row(self, index: int) -> Row:
-        return self._made(index)
 
     def checked_row(self, index: int) -> Row:
         return self._made(index)
 
-    def location(self, index: int) -> str:
-        return self._source.location(self._kept[index])
-
-    def place(self, index: int) -> str:
-        return self._source.place(self._kept[index])
+    row = checked_row
 
 
 class Demonstrations(_Examples):
@@ -239,9 +228,7 @@ def _continuation(said: Any, what: str) -> tuple[Message, ...]:
         if not said.strip():
             raise ValueError(f"has no assistant tokens: {what} is empty")
         return ({"role": "assistant", "content": said},)
-    messages = parse_messages(said) if not isinstance(said, int | float | Mapping) else None
-    if messages is None:
-        raise ValueError(f"{what} is {shown(said)}, expected a string or a list of messages")
+    messages = parse_messages(said, what)
     last = max((i for i, m in enumerate(messages) if m["role"] == "assistant"), default=-1)
     if last < 0:
         raise ValueError(f"has no assistant tokens: {what} contains no assistant message")

@@ -35,7 +35,6 @@ CACHED = 256 * 2**20
 """Bytes of parquet row groups that are kept in memory, at least one."""
 LONGEST = 2**31 - 1
 """Characters of a field of csv, whose limit is 131072 by default: less than a long context."""
-TOO_DEEP = "the JSON is nested too deeply"
 BOM = b"\xef\xbb\xbf"
 _DECODER = json.JSONDecoder()
 _SCAN: Callable[[str, int], tuple[Any, int]] = vars(_DECODER)["scan_once"]
@@ -174,11 +173,10 @@ class JsonLinesTable(TextTable):
             pass
         try:
             return _DECODER.decode(text)
-        except json.JSONDecodeError as error:
-            where = f"{self.path}, line {self._line(start)}, column {error.colno}"
-            raise PromptError(f"{where}: invalid JSON: {error.msg}") from None
-        except RecursionError:
-            raise PromptError(f"{self.path}, line {self._line(start)}: {TOO_DEEP}") from None
+        except (json.JSONDecodeError, RecursionError) as error:
+            where = f"{self.path}, line {self._line(start)}"
+            why = str(error).replace("line 1 column", "column")
+            raise PromptError(f"{where}: invalid JSON: {why}") from None
 
 
 class CsvTable(TextTable):
@@ -235,11 +233,8 @@ class JsonTable(Table):
             rows = json.loads(text) if text.strip() else []
         except UnicodeDecodeError:
             raise PromptError(f"{path}: not UTF-8") from None
-        except json.JSONDecodeError as error:
-            where = f"{path}, line {error.lineno}, column {error.colno}"
-            raise PromptError(f"{where}: invalid JSON: {error.msg}") from None
-        except RecursionError:
-            raise PromptError(f"{path}: {TOO_DEEP}") from None
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise PromptError(f"{path}: invalid JSON: {error}") from None
         if not isinstance(rows, list):
             raise PromptError(
                 f"{path} contains a {type(rows).__name__}, expected a list of rows; for one object "

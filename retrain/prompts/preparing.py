@@ -11,16 +11,15 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
+from itertools import compress, pairwise
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import NoReturn
 
 from retrain.config import PromptsConfig
 from retrain.errors import ConfigError, PromptError, blame
 from retrain.prompts.base import EmptyPromptError, PromptSource, Raw, RowShape
 from retrain.types import Message, Row
 
-T = TypeVar("T")
 NAMED = 5
 """How many rows a warning names."""
 TRIED = 200
@@ -34,8 +33,14 @@ SHAPING = ("filter", "map", "system", "prompt_column", "answer_column")
 class PreparedPrompts(PromptSource):
     """Some rows of a source, changed."""
 
-    def __init__(self, source: PromptSource, shape: RowShape, kept: Sequence[int]) -> None:
-        self._source, self._shape, self._kept = source, shape, kept
+    def __init__(
+        self,
+        source: PromptSource,
+        shape: RowShape,
+        kept: Sequence[int],
+        sizes: Sequence[int] = (),
+    ) -> None:
+        self._source, self._shape, self._kept, self.sizes = source, shape, kept, sizes
         self.name, self.opened = source.name, source.opened
         self.read_at_start = source.read_at_start
 
@@ -47,8 +52,10 @@ class PreparedPrompts(PromptSource):
         return shape.row(shape.changed(self._source.row(self._kept[index])))
 
     def checked_row(self, index: int) -> Row:
-        number = self._kept[index]
-        return _blamed(self._source.place, number, lambda: self.row(index))
+        try:
+            return self.row(index)
+        except Exception as error:  # noqa: BLE001 - of a filter or map, raised with the row's place
+            _raise(self.place(index), error)
 
     def location(self, index: int) -> str:
         return self._source.location(self._kept[index])
@@ -140,30 +147,26 @@ def _split(
         seen = shape.filtered_values(source.rows())
         raise PromptError(found.why or f"{name}: filter keeps none of its {total} rows{seen}")
 
-    def part(chosen: Callable[[int], bool]) -> PreparedPrompts:
-        if keys.held_out is None:
-            made = PreparedPrompts(source, shape, found.kept)
-            made.sizes = found.sizes
-            return made
-        indices = [i for i, side in enumerate(found.sides) if chosen(side)]
-        made = PreparedPrompts(source, shape, array("Q", (found.kept[i] for i in indices)))
-        made.sizes = array("Q", (found.sizes[i] for i in indices))
-        return made
-
-    least = min(found.sides, default=0)
-    limit = max(int((keys.held_out or 0) * _SCALE), least + 1)
-    made = part(lambda side: side >= limit)
-    made.warnings = source.warnings
-    if not isinstance(source, PreparedPrompts):  # else they are known
-        made.warnings = [*source.warnings, *_warnings(source, found, total)]
+    made = PreparedPrompts(source, shape, found.kept, found.sizes)
     made.held_out = source.held_out
     if keys.held_out is not None:
-        made.held_out = part(lambda side: side < limit)
+        limit = max(int(keys.held_out * _SCALE), min(found.sides) + 1)
+
+        def part(held: bool) -> PreparedPrompts:
+            chosen = [(side < limit) is held for side in found.sides]
+            columns = (array("Q", compress(rows, chosen)) for rows in (found.kept, found.sizes))
+            return PreparedPrompts(source, shape, *columns)
+
+        made = part(False)
+        made.held_out = part(True)
         if not len(made):
             raise PromptError(
                 f"held_out: {keys.held_out:g} of {len(found.kept)} rows leaves none to train on; "
                 "use a smaller fraction, or more rows"
             )
+    made.warnings = source.warnings
+    if not isinstance(source, PreparedPrompts):  # else they are known
+        made.warnings = [*source.warnings, *_warnings(source, found, total)]
     return made
 
 
@@ -267,13 +270,6 @@ def _side(row: Row, index: int) -> int:
         parts = (row.answer, sorted(row.metadata.items())) if row.metadata else (row.answer, index)
     digest = hashlib.blake2b(repr(parts).encode(errors="replace"), digest_size=8)
     return int.from_bytes(digest.digest(), "big")
-
-
-def _blamed(place: Callable[[int], str], index: int, call: Callable[[], T]) -> T:
-    try:
-        return call()
-    except Exception as error:  # noqa: BLE001 - of a filter or map, raised with the row's place
-        _raise(place(index), error)
 
 
 def _raise(place: str, error: Exception) -> NoReturn:

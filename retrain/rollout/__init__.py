@@ -1,7 +1,5 @@
 """Play groups of rollouts, or the rows of a dataset: group, slot and playback."""
 
-from retrain.rollout.group import Rollouts
-from retrain.rollout.playback import Playback
-from retrain.rollout.slot import Slot
-
-__all__ = ["Playback", "Rollouts", "Slot"]
+from retrain.rollout.group import Rollouts as Rollouts
+from retrain.rollout.playback import Playback as Playback
+from retrain.rollout.slot import Slot as Slot

@@ -14,17 +14,11 @@ from retrain.environment import Environment, StepResult, ToolSpec
 from retrain.errors import UserCodeError, shown, text_of
 from retrain.scoring import as_number
 from retrain.supervision.boundary import boundary
-from retrain.types import Message, Prompt
+from retrain.types import Message
 
 
 class UnusableError(UserCodeError):
     """Messages or tools that no chat template can show: the rollout's outcome is `invalid`."""
-
-
-def prepare(owner: str, environment: Environment, prompt: Prompt) -> None:
-    """Set `environment.prompt`; raises UserCodeError that names `reset` of `owner`."""
-    with boundary(f"{owner}.reset"):
-        environment.prompt = prompt
 
 
 def opening_of(owner: str, answer: Any) -> list[Message]:

@@ -111,24 +111,14 @@ class Episode:
     async def reset(self) -> None:
         """Get the opening messages and the tools."""
         prompt, environment = self.trajectory.prompt, self.instance.environment
+        self.opening = prompt.messages
         try:
-            answer = await self.call("reset", lambda: environment.reset(prompt))
-            self.opening = opening_of(self.name("reset"), answer)
+            if "reset" in self.instance.overridden:
+                answer = await self.call("reset", lambda: environment.reset(prompt))
+                self.opening = opening_of(self.name("reset"), answer)
             self.tools = tools_of(self.instance.name, environment)
         except UserCodeError as error:
             self.fail(error)
-
-    def show(self) -> None:
-        """`reset` of an environment without its own: the prompt's messages."""
-        self.opening = self.trajectory.prompt.messages
-        try:
-            self.tools = tools_of(self.instance.name, self.instance.environment)
-        except UserCodeError as error:
-            self.fail(error)
-
-    def opens_like(self, other: Episode) -> bool:
-        """Whether another one has the same opening messages and tools."""
-        return self.opening == other.opening and self.tools == other.tools
 
     def begin(self, same: Conversation | None) -> None:
         """Tokenise the opening messages, unless they are the `same` as another rollout's."""

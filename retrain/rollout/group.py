@@ -14,7 +14,6 @@ from typing import Any
 
 from retrain.environment import Environment
 from retrain.errors import UserCodeError, shown
-from retrain.rollout.answers import prepare
 from retrain.rollout.episode import Episode, Shared
 from retrain.rollout.instance import Instance
 from retrain.rollout.opponents import Opponent
@@ -53,7 +52,8 @@ class Rollouts(Shared):
         seats: tuple[str, ...] = ()
         if error is None:
             try:
-                prepare(instance.name, instance.environment, prompt)
+                with boundary(f"{instance.name}.reset"):
+                    instance.environment.prompt = prompt
                 seats = seats_of(instance.name, instance.environment)
                 kind = kind_of(instance, seats)
             except UserCodeError as raised:
@@ -68,7 +68,8 @@ class Rollouts(Shared):
         begun: list[Episode] = []
         together: dict[int, list[Episode]] = {}
         for episode in [e for e in episodes if e.alive and e.opens]:
-            same = next((other for other in begun if other.opens_like(episode)), None)
+            opening = episode.opening, episode.tools
+            same = next((other for other in begun if (other.opening, other.tools) == opening), None)
             episode.begin(None if same is None else same.conversation)
             if episode.alive:
                 begun.append(episode)
@@ -135,7 +136,7 @@ async def _reset(episodes: Sequence[Episode]) -> None:
     own = [episode for episode in episodes if "reset" in episode.instance.overridden]
     for episode in episodes:
         if "reset" not in episode.instance.overridden:
-            episode.show()
+            await episode.reset()
     await _at_once([episode.reset() for episode in own])
 
 

@@ -22,6 +22,9 @@ HOOKS = ("setup", "reset", "step", "run", "close")
 class Instance:
     """An environment. Whoever calls it keeps the deadline."""
 
+    environment: Environment
+    """Set once the instance is open without an `error`."""
+
     def __init__(
         self,
         make: Callable[[], Environment],
@@ -32,7 +35,6 @@ class Instance:
         """`fault` is called with an error that affects no rollout, such as one of `close`."""
         self._make, self._deadlines, self._setups, self._fault = make, deadlines, setups, fault
         self.name = "the environment"
-        self._environment: Environment | None = None
         self.overridden: frozenset[str] = frozenset()
         """The methods of which its class has its own version."""
         self.error: UserCodeError | None = None
@@ -41,18 +43,12 @@ class Instance:
         self._actor: Actor | None = None
         self._closing: asyncio.Task[None] | None = None
 
-    @property
-    def environment(self) -> Environment:
-        """The environment, once the instance is open without an `error`."""
-        assert self._environment is not None
-        return self._environment
-
     async def open(self) -> None:
         """Make the environment and set it up; `error` says why that failed."""
         self._actor = Actor("environment", self._lost)
         try:
             made = await self._called(self.name, self._made, "setup")
-            self.name, self._environment = type(made).__name__, made
+            self.name, self.environment = type(made).__name__, made
             self.overridden = frozenset(
                 hook
                 for hook in HOOKS
@@ -105,8 +101,8 @@ class Instance:
             return
         problem = ""
         try:
-            if self._environment is not None and "close" in self.overridden:
-                await self.call("close", self._environment.close)
+            if "close" in self.overridden:
+                await self.call("close", self.environment.close)
         except UserCodeError as error:
             problem = str(error)
         finally:

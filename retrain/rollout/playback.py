@@ -8,8 +8,6 @@ it, it fails; a pair fails if one of its answers does.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from retrain.algorithms.batching import segments
 from retrain.chat import Chat, Conversation
 from retrain.chat.tools import tools_of
@@ -65,14 +63,12 @@ class Playback:
                 conversation.observe(heard)
                 turns[-1] = Turn(turns[-1].prompt_ids, turns[-1].completion, heard)
                 heard = []
-            completion = self._completion(conversation.spell(message))
+            ids = conversation.spell(message)
+            text = self._chat.tokens.text(ids)
+            completion = Completion(ids, [0.0] * len(ids), text, "stop", GIVEN)
             turns.append(Turn(conversation.prompt_ids, completion))
             conversation.reply(completion)
         return turns
-
-    def _completion(self, token_ids: Sequence[int]) -> Completion:
-        text = self._chat.tokens.text(token_ids)
-        return Completion(token_ids, [0.0] * len(token_ids), text, "stop", GIVEN)
 
     def _check(self, trajectory: Trajectory, *, paired: bool) -> None:
         samples = segments(trajectory, 1.0, "")

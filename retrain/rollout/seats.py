@@ -30,17 +30,6 @@ Tools = Sequence[Mapping[str, Any]]
 class Seats:
     """The parties of a rollout while it is played."""
 
-    __slots__ = (
-        "conversations",
-        "earned",
-        "histories",
-        "names",
-        "opponents",
-        "replies",
-        "speaker",
-        "trained",
-    )
-
     def __init__(self, names: tuple[str, ...], opponents: Mapping[str, Opponent]) -> None:
         self.names = names
         self.opponents = {name: opponents[name] for name in names if name in opponents}
@@ -69,12 +58,12 @@ class Seats:
 
         Raises UserCodeError that names `owner`.
         """
-        if not self.names:
-            return info
-        with boundary(owner):
-            return self._noted(owner, info)
+        if self.names:
+            with boundary(owner):
+                self._note(owner, info)
+        return info
 
-    def _noted(self, owner: str, info: dict[str, Any]) -> dict[str, Any]:
+    def _note(self, owner: str, info: dict[str, Any]) -> None:
         self.speaker = info.pop("seat", self.speaker)
         rewards = info.pop("rewards", None) or {}
         if not isinstance(rewards, Mapping):
@@ -95,7 +84,6 @@ class Seats:
                     "number"
                 )
             self.earn(seat, value)
-        return info
 
     def dealt(self, whole: Trajectory) -> list[Trajectory]:
         """The trajectory of each trained seat that has spoken.

@@ -46,7 +46,9 @@ class Slot:
         self._rollouts = rollouts
         self._scorer = scorer
         self._make = partial(Instance, make, rollouts.deadlines, setups, fault)
-        self._instances: list[Instance | None] = [None] * size
+        self._size = size
+        self._instances: dict[int, Instance] = {}
+        """By the index of the rollout."""
         self._leaving: list[Instance] = []
 
     async def play(self, prompt: Prompt) -> Group:
@@ -63,34 +65,30 @@ class Slot:
 
     async def close(self) -> None:
         """Close all instances at the same time, within their deadline."""
-        present = [instance for instance in self._instances if instance is not None]
-        leaving = [*present, *self._leaving]
-        self._instances, self._leaving = [None] * len(self._instances), []
+        leaving = [*self._instances.values(), *self._leaving]
+        self._instances, self._leaving = {}, []
         await closed(leaving)
 
     async def _filled(self) -> list[Instance]:
         """The instances: the missing ones are made once those that they replace are closed."""
-        for index, instance in enumerate(self._instances):
-            if instance is not None and instance.error is not None:  # it failed between two groups
+        for index, instance in list(self._instances.items()):
+            if instance.error is not None:  # it failed between two groups
                 self._retire(index)
-        present = [instance for instance in self._instances if instance is not None]
-        if len(present) == len(self._instances):  # each is ready
-            return present
         if self._leaving:
             await asyncio.wait([instance.retire() for instance in self._leaving])
             self._leaving.clear()
-        missing = [index for index, kept in enumerate(self._instances) if kept is None]
-        filled = [self._make() if kept is None else kept for kept in self._instances]
-        self._instances[:] = filled
-        await together([filled[index].open() for index in missing])
-        for instance in filled:
+        indices = range(self._size)
+        made = {index: self._make() for index in indices if index not in self._instances}
+        self._instances |= made
+        filled = [self._instances[index] for index in indices]
+        await together([instance.open() for instance in made.values()])
+        for instance in made.values():
             if instance.error is not None and isinstance(instance.error.__cause__, ConfigError):
                 raise instance.error.__cause__
         return filled
 
     def _retire(self, index: int) -> None:
         """Close the instance at this index, beside what follows."""
-        instance, self._instances[index] = self._instances[index], None
-        if instance is not None:
+        if instance := self._instances.pop(index, None):
             instance.retire()
             self._leaving.append(instance)

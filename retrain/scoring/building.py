@@ -6,22 +6,16 @@ import inspect
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, TypedDict, cast, get_args
+from typing import Any, cast, get_args
 
-from retrain.config import DeadlinesConfig, GateConfig, RewardConfig, RunConfig
+from retrain.config import DeadlinesConfig, RewardConfig, RunConfig
 from retrain.config.binding import bind
 from retrain.config.plugins import Kind, construct, find_plugin
 from retrain.config.problems import keys_of
 from retrain.errors import ConfigError, PluginError
 from retrain.scoring.base import NAMES, FunctionReward, RewardCalculator, is_async
 from retrain.scoring.columns import ColumnReward, called_by_column
-from retrain.scoring.composition import (
-    ENVIRONMENT,
-    Combination,
-    Combined,
-    Term,
-    WeightedReward,
-)
+from retrain.scoring.composition import ENVIRONMENT, Combination, Combined, Term, WeightedReward
 from retrain.scoring.processes import ProcessReward
 
 REWARD = Kind("reward", RewardCalculator, accepts=callable)
@@ -32,7 +26,8 @@ def term_of(section: RewardConfig, where: str, base_dir: Path, deadlines: Deadli
 
     Raises PluginError with every wrong key.
     """
-    weight, rules = section.weight, Rules(clip=section.clip, gate=section.only_if)
+    weight = section.weight
+    rules: dict[str, Any] = {"clip": section.clip, "gate": section.only_if}
     combines = section.type in get_args(Combination)
     if not combines and section.type != ENVIRONMENT:
         return weighted_reward(section, where, base_dir, deadlines)
@@ -57,13 +52,6 @@ def term_of(section: RewardConfig, where: str, base_dir: Path, deadlines: Deadli
     return Combined(section.name or how, weight, how, tuple(parts), **rules)
 
 
-class Rules(TypedDict):
-    """The keys that every entry has."""
-
-    clip: tuple[float, float] | None
-    gate: GateConfig | None
-
-
 def weighted_reward(
     section: RewardConfig, where: str, base_dir: Path, deadlines: DeadlinesConfig
 ) -> WeightedReward:
@@ -80,8 +68,7 @@ def weighted_reward(
     if processes := section.processes or calculator.processes:
         section = section.model_copy(update={"processes": processes})
         calculator = ProcessReward(name, calculator, section, where, base_dir, deadlines)
-    rules = Rules(clip=section.clip, gate=section.only_if)
-    return WeightedReward(name, section.weight, calculator, **rules)
+    return WeightedReward(name, section.weight, calculator, clip=section.clip, gate=section.only_if)
 
 
 def calculator_of(section: RewardConfig, where: str, base_dir: Path) -> RewardCalculator:
@@ -116,11 +103,7 @@ def _undecorated(
     scores = any(name in NAMES or p.kind is p.VAR_KEYWORD for name, p in names.items())
     if not scores and not is_async(function):
         keys = bind(
-            function,
-            section.arguments,
-            where,
-            provided=NAMES,
-            beside=RewardConfig.model_fields,
+            function, section.arguments, where, provided=NAMES, beside=RewardConfig.model_fields
         )
         made = construct(where, partial(function, **keys))
         if isinstance(made, RewardCalculator):

@@ -111,7 +111,7 @@ class ColumnReward(RewardCalculator):
         given.update(self.bound)
         components: dict[str, Any] = {}
         given |= {
-            "prompts": [_prompt(trajectory, form) for trajectory in group],
+            "prompts": [_prompt(trajectory.prompt, form) for trajectory in group],
             "completions": [_completion(trajectory, form) for trajectory in group],
             "completion_ids": [_completion_ids(trajectory) for trajectory in group],
             "trainer_state": SimpleNamespace(global_step=max(0, *map(_version, group))),
@@ -161,8 +161,8 @@ def _columns(row: Row | Prompt) -> dict[str, Any]:
     return answer | {k: value for k, value in row.metadata.items() if k not in reserved}
 
 
-def _prompt(trajectory: Trajectory, form: Form) -> str | list[Message]:
-    return trajectory.prompt.text if form == "text" else list(trajectory.prompt.messages)
+def _prompt(prompt: Prompt, form: Form) -> str | list[Message]:
+    return prompt.text if form == "text" else list(prompt.messages)
 
 
 def _completion(trajectory: Trajectory, form: Form) -> str | list[Message]:

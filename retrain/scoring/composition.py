@@ -59,16 +59,17 @@ class Composition:
 
     def __init__(self, terms: Sequence[Term]) -> None:
         _check_names(terms)
-        if all(term.name != ENVIRONMENT for term, _ in _walk(terms)):
+        if all(term.name != ENVIRONMENT for _, term, _ in _walk(terms)):
             terms = [Term(ENVIRONMENT, 1.0), *terms]
-        named = [term for term, _ in _walk(terms)]
+        named = [term for _, term, _ in _walk(terms)]
         self.terms = tuple(terms)
         self.rewards = tuple(term for term in named if isinstance(term, WeightedReward))
         self.combined = tuple(term for term in named if isinstance(term, Combined))
         self._by_name = {term.name: term for term in named}
-        self._gates = {term.name: gates for term, gates in _walk(terms)}
+        self.gates = {term.name: gates for _, term, gates in _walk(terms)}
+        """Those of each entry, with the gates of the entries that contain it."""
         self._check_order()
-        self.ordered = any(self._gates[r.name] or r.calculator.after for r in self.rewards)
+        self.ordered = any(self.gates[r.name] or r.calculator.after for r in self.rewards)
         """Whether some reward waits for others, or is not called for every rollout."""
         self.scheduled = any(isinstance(term.weight, ScheduleConfig) for term in named)
         self.weights = _plain_weights(self.terms)
@@ -80,20 +81,17 @@ class Composition:
         """Those of all entries."""
         return tuple(self._by_name)
 
-    def is_gated(self, name: str) -> bool:
-        """Whether this reward is not called for every rollout."""
-        return bool(self._gates[name])
-
     def needs(self, name: str) -> set[str]:
         """The rewards that are calculated before this one: those of its gates, and `after`."""
         term = self._by_name[name]
         after = term.calculator.after if isinstance(term, WeightedReward) else ()
-        gates = [gate.name for gate in self._gates[name]]
-        return {need for one in (*gates, *after) for need in _leaves(self._by_name[one])}
+        gates = [gate.name for gate in self.gates[name]]
+        needed = [self._by_name[one] for one in (*gates, *after)]
+        return {term.name for _, term, _ in _walk(needed) if isinstance(term, WeightedReward)}
 
     def admits(self, name: str, values: Values, step: int) -> bool:
         """Whether the gates of an entry, and of those that contain it, are open."""
-        for gate in self._gates[name]:
+        for gate in self.gates[name]:
             value = self.value(self._by_name[gate.name], values, step)
             if value is None or not (
                 value > 0 if gate.at_least is None else value >= gate.at_least
@@ -157,7 +155,7 @@ class Composition:
                     f"rewards: '{reward.name}' reads the reward '{unknown[0]}', expected one of "
                     f"{others}"
                 )
-        for name, gates in self._gates.items():
+        for name, gates in self.gates.items():
             for gate in gates:
                 if gate.name not in self._by_name:
                     others = ", ".join(other for other in self._by_name if other != name)
@@ -214,44 +212,27 @@ def _plain_weights(terms: Sequence[Term]) -> tuple[tuple[str, float], ...] | Non
 
 
 def _walk(
-    terms: Sequence[Term], outer: tuple[GateConfig, ...] = ()
-) -> Iterator[tuple[Term, tuple[GateConfig, ...]]]:
-    """Each entry, with its gate and those of the entries that contain it."""
-    for term in terms:
-        gates = outer if term.gate is None else (*outer, term.gate)
-        yield term, gates
+    terms: Sequence[Term], where: str = "rewards", outer: tuple[GateConfig, ...] = ()
+) -> Iterator[tuple[str, Term, tuple[GateConfig, ...]]]:
+    """Each entry with its path in the config, its gate and those of the entries that contain it."""
+    for index, term in enumerate(terms):
+        path, gates = f"{where}.{index}", outer if term.gate is None else (*outer, term.gate)
+        yield path, term, gates
         if isinstance(term, Combined):
-            yield from _walk(term.of, gates)
-
-
-def _leaves(term: Term) -> Iterator[str]:
-    """The names of the rewards whose calculators an entry's value comes from."""
-    if isinstance(term, Combined):
-        for inner in term.of:
-            yield from _leaves(inner)
-    elif isinstance(term, WeightedReward):
-        yield term.name
+            yield from _walk(term.of, f"{path}.of", gates)
 
 
 def _check_names(terms: Sequence[Term]) -> None:
     places: dict[str, list[str]] = {}
-    for path, term in _paths(terms, "rewards"):
+    for path, term, _ in _walk(terms):
         places.setdefault(term.name, []).append(path)
     for name, paths in places.items():
         if len(paths) > 1:
             raise PluginError(
                 f"{' and '.join(paths)} have the same name '{name}': give each its own `name`"
             )
-    if any(term.name == ENVIRONMENT and type(term) is not Term for term, _ in _walk(terms)):
+    if any(term.name == ENVIRONMENT and type(term) is not Term for _, term, _ in _walk(terms)):
         raise PluginError(
             f"rewards: the name '{ENVIRONMENT}' is reserved for the reward of the environment's "
             "steps: set another `name`"
         )
-
-
-def _paths(terms: Sequence[Term], where: str) -> Iterator[tuple[str, Term]]:
-    """Each entry with its path in the config."""
-    for index, term in enumerate(terms):
-        yield f"{where}.{index}", term
-        if isinstance(term, Combined):
-            yield from _paths(term.of, f"{where}.{index}.of")

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from itertools import repeat
@@ -22,13 +22,7 @@ from retrain.algorithms.functional import LARGEST
 from retrain.config import DeadlinesConfig
 from retrain.errors import BudgetError, RunError, UserCodeError, first_of, shown
 from retrain.scoring.base import FunctionReward, Reward
-from retrain.scoring.calls import (
-    attempted_in_thread,
-    compares,
-    group_verdicts,
-    overrides,
-    together,
-)
+from retrain.scoring.calls import attempted_in_thread, compares, group_verdicts, overrides, together
 from retrain.scoring.composition import ENVIRONMENT, Composition, Term, WeightedReward, added
 from retrain.scoring.processes import ProcessReward
 from retrain.scoring.verdicts import check_parts, checked, fail
@@ -88,7 +82,12 @@ class Scorer:
         with every `setup` that fails.
         """
         self._fault = fault
-        tenures = self._tenures()
+        own = [p for p in self.rewards if overrides(p.calculator, "setup", "close")]
+        tenures: list[Tenure] = []
+        if own:
+            from retrain.scoring.tenure import Tenure
+
+            tenures = [Tenure(p.name, p.calculator, self.deadlines, fault) for p in own]
         try:
             begun = await together([tenure.begin() for tenure in tenures])
             if errors := [error for error in begun if error is not None]:
@@ -97,15 +96,6 @@ class Scorer:
         finally:
             await together([tenure.end() for tenure in tenures])
             self._pool.close()
-
-    def _tenures(self) -> list[Tenure]:
-        """Those of the rewards that have a `setup` or `close` of their own."""
-        own = [p for p in self.rewards if overrides(p.calculator, "setup", "close")]
-        if not own:
-            return []
-        from retrain.scoring.tenure import Tenure
-
-        return [Tenure(p.name, p.calculator, self.deadlines, self._fault) for p in own]
 
     async def score(self, group: Group) -> None:
         """Set `rewards` and `reward` of the rollouts that are `ok`, or their new outcome.
@@ -158,7 +148,7 @@ class Scorer:
                 await done[name].wait()
             admits = [self.composition.admits(part.name, values, step) for values in known]
             training = trajectories[0].prompt.ticket.epoch >= 0
-            if training and self.composition.is_gated(part.name):
+            if training and self.composition.gates[part.name]:
                 self._gates.setdefault(part.name, []).extend(admits)
             for trajectory, values in zip(trajectories, known, strict=True):
                 trajectory.rewards |= {n: values[n] for n in part.calculator.after if n in values}
@@ -260,7 +250,8 @@ class Scorer:
         self, part: WeightedReward, trajectories: Sequence[Trajectory]
     ) -> Sequence[Any]:  # any: what user code returned, or an exception; `checked` judges
         """One verdict per trajectory. The deadline starts once the bound admits the group."""
-        calculator = part.calculator
+        calculator, owner = part.calculator, f"reward '{part.name}'"
+        at_once = partial(outcomes, owner, seconds=self.deadlines.reward, key="reward")
         async with self._bounds[part.name]:
             if isinstance(calculator, ProcessReward):
                 return await calculator.verdicts(trajectories)
@@ -268,19 +259,13 @@ class Scorer:
                 return await self._in_threads(part, calculator, trajectories)
             if compares(calculator):
                 compare = partial(group_verdicts, calculator)
-                [verdicts] = await self._in_tasks(part, compare, [trajectories])
-                failed = isinstance(verdicts, UserCodeError)
-                return [verdicts] * len(trajectories) if failed else verdicts
+                [verdicts] = await at_once(compare, [trajectories])
+                if isinstance(verdicts, UserCodeError):
+                    return [verdicts] * len(trajectories)
+                return verdicts
             # an async function needs no `calculate` around it
             call = calculator.call if type(calculator) is FunctionReward else calculator.calculate
-            return await self._in_tasks(part, call, trajectories)
-
-    async def _in_tasks(
-        self, part: WeightedReward, call: Callable[[Any], Awaitable[Any]], given: Sequence[Any]
-    ) -> list[Any]:
-        """A call with each of `given`, all at once; a failed or late one affects only itself."""
-        owner, seconds = f"reward '{part.name}'", self.deadlines.reward
-        return await outcomes(owner, call, given, seconds, "reward")
+            return await at_once(call, trajectories)
 
     async def _in_threads(
         self, part: WeightedReward, calculator: FunctionReward, trajectories: Sequence[Trajectory]

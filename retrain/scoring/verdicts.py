@@ -6,8 +6,9 @@ import math
 from collections.abc import Mapping
 from typing import Any, get_args
 
-from retrain.errors import BudgetError, LateError, UserCodeError, blame, shown
+from retrain.errors import BudgetError, LateError, UserCodeError, shown
 from retrain.scoring.base import Reward
+from retrain.supervision.boundary import boundary
 from retrain.supervision.outages import is_outage
 from retrain.types import Outcome, Trajectory
 
@@ -36,18 +37,18 @@ def checked(name: str, verdict: Any) -> Reward:
         return Reward(verdict)
     if isinstance(verdict, UserCodeError):
         raise verdict.__cause__ if isinstance(verdict.__cause__, BudgetError) else verdict
+    owner = f"reward '{name}'"
     judged = verdict if isinstance(verdict, Reward) else Reward(verdict)
     if judged.outcome not in OUTCOMES:
         raise UserCodeError(
-            f"reward '{name}' returned the outcome {shown(judged.outcome)}, expected one of "
+            f"{owner} returned the outcome {shown(judged.outcome)}, expected one of "
             f"{', '.join(OUTCOMES)}"
         )
     if judged.outcome != "ok":
         return Reward(0.0, outcome=judged.outcome)
-    owner = f"reward '{name}'"
     components = {
         component: _number(f"{owner}, component '{component}'", given)
-        for component, given in _components(name, judged).items()
+        for component, given in _components(owner, judged).items()
     }
     turns, tokens = (
         [_number(f"{owner}, {kind}", given) for given in _listed(owner, kind, parts)]
@@ -89,15 +90,13 @@ def _listed(owner: str, kind: str, parts: Any) -> list[Any]:
         ) from error
 
 
-def _components(name: str, judged: Reward) -> dict[str, Any]:
+def _components(owner: str, judged: Reward) -> dict[str, Any]:
     given = judged.components
-    try:
+    with boundary(owner):
         found = dict(given) if isinstance(given, Mapping) else None
-    except Exception as error:
-        raise blame(f"reward '{name}'", error) from error
     if found is None or not all(isinstance(key, str) and key for key in found):
         raise UserCodeError(
-            f"reward '{name}' returned the components {shown(given)}, expected a mapping of names "
-            "to numbers"
+            f"{owner} returned the components {shown(given)}, expected a mapping of names to "
+            "numbers"
         )
     return found

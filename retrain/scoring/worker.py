@@ -18,6 +18,7 @@ import pickle
 import resource
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, BinaryIO
 
@@ -41,13 +42,13 @@ def main() -> None:
     faulthandler.enable(answers, all_threads=False)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a late worker is ended by SIGABRT
     spec = pickle.loads(_read(requests))
-    unpickle, owner = partial(_unpickled, spec["packages"]), f"reward '{spec['name']}'"
+    owner = f"reward '{spec['name']}'"
     try:
         calculator = calculator_of(spec["section"], spec["where"], spec["base_dir"])
     except ConfigError as error:
         _answer(answers, [UserCodeError(f"{owner}: {error}")])
         return
-    serving = _Serving(owner, spec["name"], calculator, requests, answers, unpickle)
+    serving = _Serving(owner, spec["name"], calculator, requests, answers, spec["packages"])
     with suppress(BrokenPipeError):  # the run has ended
         if isinstance(calculator, FunctionReward) and not calculator.is_async:
             serving.plainly()
@@ -55,20 +56,16 @@ def main() -> None:
             asyncio.run(serving.on_a_loop())
 
 
+@dataclass
 class _Serving:
     """The requests of the run, answered."""
 
-    def __init__(
-        self,
-        owner: str,
-        name: str,
-        calculator: RewardCalculator,
-        requests: BinaryIO,
-        answers: int,
-        unpickle: Callable[[bytes], Any],
-    ) -> None:
-        self.owner, self.name, self.calculator = owner, name, calculator
-        self.requests, self.answers, self.unpickle = requests, answers, unpickle
+    owner: str
+    name: str
+    calculator: RewardCalculator
+    requests: BinaryIO
+    answers: int
+    packages: dict[str, str]
 
     def plainly(self) -> None:
         """Call a plain function in this thread."""
@@ -76,7 +73,7 @@ class _Serving:
         assert isinstance(function, FunctionReward)
         _answer(self.answers, DONE)
         while request := _read(self.requests):
-            verdict = attempted(self.owner, lambda: function.call_with(self.unpickle(request)))
+            verdict = attempted(self.owner, lambda: function.call_with(self._asked(request)))
             _answer(self.answers, [self._checked(verdict)])
         _answer(self.answers, DONE)
 
@@ -101,7 +98,7 @@ class _Serving:
 
     async def _verdicts(self, request: bytes) -> list[Judged]:
         """One verdict per rollout of the request, or one error for all of them."""
-        asked = attempted(self.owner, lambda: self.unpickle(request))
+        asked = attempted(self.owner, lambda: self._asked(request))
         result = asked if isinstance(asked, UserCodeError) else await self._call(asked)
         if isinstance(result, UserCodeError) or not compares(self.calculator):
             return [self._checked(result)]
@@ -121,6 +118,9 @@ class _Serving:
         [result] = await outcomes(self.owner, call, [asked], math.inf, "reward")
         return result
 
+    def _asked(self, request: bytes) -> Any:
+        return _Unpickler(request, self.packages).load()
+
     def _checked(self, verdict: Any) -> Judged:
         try:
             return checked(self.name, verdict)
@@ -131,17 +131,13 @@ class _Serving:
 class _Unpickler(pickle.Unpickler):
     """Finds classes of files that the run has loaded, and this process has not yet."""
 
-    packages: dict[str, str]
+    def __init__(self, content: bytes, packages: dict[str, str]) -> None:
+        super().__init__(io.BytesIO(content))
+        self._packages = packages
 
     def find_class(self, module: str, name: str) -> Any:
-        restore_package(module.partition(".")[0], self.packages)
+        restore_package(module.partition(".")[0], self._packages)
         return super().find_class(module, name)
-
-
-def _unpickled(packages: dict[str, str], content: bytes) -> Any:
-    unpickler = _Unpickler(io.BytesIO(content))
-    unpickler.packages = packages
-    return unpickler.load()
 
 
 def _private_pipes() -> tuple[BinaryIO, int]:

@@ -39,15 +39,11 @@ class AccessCheck:
             if reason := foreign(headers, settings.hosts, ADVICE):
                 raise ServiceError(403, reason)
             if settings.api_key is not None and scope["path"] != HEALTH:
-                _check_key(headers, settings.api_key)
+                given = headers.get("x-api-key") or headers.get("x-weaver-api-key") or ""
+                if not hmac.compare_digest(given.encode("latin-1"), settings.api_key.encode()):
+                    raise ServiceError(401, "the API key is missing or wrong")
         except ServiceError as error:
             reply = await answer_error(Request(scope), error)
             await reply(scope, receive, send)
         else:
             await self._app(scope, receive, send)
-
-
-def _check_key(headers: Headers, key: str) -> None:
-    given = headers.get("x-api-key") or headers.get("x-weaver-api-key") or ""
-    if not hmac.compare_digest(given.encode("latin-1"), key.encode()):
-        raise ServiceError(401, "the API key is missing or wrong")

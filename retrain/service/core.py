@@ -26,7 +26,7 @@ from torch import Tensor
 from retrain.engine.models import load_tokenizer
 from retrain.engine.sampler import LocalSampler
 from retrain.sampler import Tokenizer
-from retrain.service.errors import ServiceError, conflict, invalid, missing
+from retrain.service.errors import ServiceError, conflict, diverged, invalid, missing
 from retrain.service.fields import all_finite
 from retrain.service.jobs import Jobs, Lane
 from retrain.service.memory import check_memory, give_back, has_room
@@ -44,7 +44,6 @@ from retrain.service.state import (
 from retrain.service.store import CheckpointPlace, CheckpointStore, Saved
 from retrain.service.thread import EngineThread
 from retrain.service.trainer import Trainer
-from retrain.service.tuning import Tuning
 from retrain.wire.training import AdamParams
 
 if TYPE_CHECKING:
@@ -75,12 +74,11 @@ class Service:
             stack.callback(self.store.close)
             self.store.sweep(unlisted=True)
             stack.push_async_callback(self._engine.close)
-            await self._engine.start()
+            await self._engine.run(self._engine.load)
             self._read_model()
             stack.push_async_callback(asyncio.to_thread, self.store.sweep)
             self._pool = await self._open_pool(stack)
             stack.push_async_callback(self.jobs.close)
-            stack.callback(self._close_lanes)
             sweeper = asyncio.create_task(self._sweep(), name="service sweeper")
             stack.push_async_callback(asyncio.wait, [sweeper])
             stack.callback(sweeper.cancel)
@@ -93,7 +91,7 @@ class Service:
     # Sessions
 
     def create_session(self) -> ServiceSession:
-        session = ServiceSession(str(uuid.uuid4()), self._lane(), time.monotonic())
+        session = ServiceSession(str(uuid.uuid4()), self.lane(), time.monotonic())
         self.sessions[session.id] = session
         return session
 
@@ -118,11 +116,8 @@ class Service:
 
     # Models
 
-    def new_model(
-        self, session: ServiceSession, model_id: str, tuning: Tuning, metadata: Mapping[str, Any]
-    ) -> Model:
-        """A model that is not in `models` yet; its requests wait for `build_model`."""
-        return Model(model_id, session, self._lane(), tuning, metadata)
+    def lane(self) -> Lane:
+        return Lane(self.jobs, self.settings.gap_timeout)
 
     async def build_model(
         self, model: Model, source: tuple[CheckpointPlace, bool] | None = None
@@ -131,14 +126,14 @@ class Service:
 
         def build() -> None:
             check_memory(self._engine.base, model.tuning, len(self.models))
-            trainer = self._engine.trainer(model.tuning)
+            trainer = Trainer(self._engine.base, model.tuning)
             if source is not None:
                 self._restore(trainer, *source)
             model.trainer = trainer
 
         with ExitStack() as failed:
             failed.callback(self.drop_model, model)
-            await self.on_engine(build)
+            await self._engine.run(build)
             failed.pop_all()
 
     def model(self, model_id: str) -> Model:
@@ -155,17 +150,13 @@ class Service:
 
     def drop_model(self, model: Model) -> None:
         """Forget a model; jobs that were enqueued before still run."""
-
-        def close() -> None:
-            model.trainer = None
-
         model.lane.close()
         self.models.pop(model.id, None)
-        self._engine.submit(close)
+        self._engine.submit(partial(setattr, model, "trainer", None))
 
     async def retire(self, model: Model) -> None:
         """Drop a model once all requests before this one are done."""
-        await self.on_engine(lambda: None)
+        await self._engine.run(lambda: None)
         self.drop_model(model)
 
     async def run_pass(
@@ -178,7 +169,6 @@ class Service:
         backward: bool,
     ) -> Passed:
         """Log-probs of the targets and the loss; `backward` also accumulates gradients."""
-
         run = Trainer.forward_backward if backward else Trainer.forward
         return await self.on_trainer(model, lambda trainer: run(trainer, rows, loss, config))
 
@@ -227,11 +217,7 @@ class Service:
                 raise conflict(f"model {model.id} could not be built, or has ended")
             return run(model.trainer)
 
-        return await self.on_engine(call)
-
-    async def on_engine(self, run: Callable[[], T]) -> T:
-        """Call `run` in the trainers' thread, after everything that was enqueued before."""
-        return await self._engine.run(run)
+        return await self._engine.run(call)
 
     # Sampling
 
@@ -249,7 +235,7 @@ class Service:
         if sampler_id not in self.samplers:
             if place is not None:
                 self.check_base(self.store.find(place).base_model)
-            made = SamplerSession(sampler_id, session, self._lane(), place, path)
+            made = SamplerSession(sampler_id, session, self.lane(), place, path)
             self.samplers[sampler_id] = made
         elif self.samplers[sampler_id].place != place:
             raise conflict(f"sampling session {sampler_id} already exists for other weights")
@@ -296,7 +282,7 @@ class Service:
                 )
         found = SampleFindings(drawn, prompt_logprobs, alternatives)
         if not all_finite(lp for completion, _ in drawn for lp in completion.logprobs):
-            raise _diverged()
+            raise diverged()
         return found
 
     async def logprobs(self, sampler: SamplerSession, tokens: list[int]) -> list[float | None]:
@@ -321,11 +307,11 @@ class Service:
     def _read_model(self) -> None:
         self.model_folder = self._engine.folder
         self.tokenizer = cast(Tokenizer, load_tokenizer(self.model_folder))
-        config = self._engine.base.untied.config.get_text_config()
-        context = getattr(config, "max_position_embeddings", None)
-        ours = self.settings
+        base, ours = self._engine.base, self.settings
         self.limits = RequestLimits(
-            int(config.vocab_size), context, ours.max_values, ours.max_samples, ours.max_top
+            int(base.config.vocab_size),
+            base.context,
+            *(ours.max_values, ours.max_samples, ours.max_top),
         )
 
     # In the trainers' thread
@@ -367,13 +353,6 @@ class Service:
         stack.push_async_callback(pool.close)
         return pool
 
-    def _lane(self) -> Lane:
-        return Lane(self.jobs, self.settings.gap_timeout)
-
-    def _close_lanes(self) -> None:
-        for model in self.models.values():
-            model.lane.close()
-
     async def _sweep(self) -> None:
         """Periodically end inactive sessions and delete expired checkpoints."""
         while True:
@@ -410,9 +389,5 @@ class Service:
 def _scores(logprobs: Sequence[float], first: int) -> list[float | None]:
     """None before position `first`."""
     if not all_finite(logprobs):
-        raise _diverged()
+        raise diverged()
     return [None] * first + [*logprobs[first:]]
-
-
-def _diverged() -> ServiceError:
-    return invalid("the model's log-probs are not finite: its weights have diverged")

@@ -32,6 +32,10 @@ def invalid(message: str) -> ServiceError:
     return ServiceError(400, message)
 
 
+def diverged() -> ServiceError:
+    return invalid("the model's log-probs are not finite: its weights have diverged")
+
+
 def missing(what: str) -> ServiceError:
     """404: the service has no `what`."""
     return ServiceError(404, f"{what} is not on this service")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any, TypeVar, overload
@@ -29,8 +30,10 @@ LONGEST = 4096
 _LONGEST_METADATA = 64 * 1024
 _DEEPEST_METADATA = 16
 _LONGEST_TTL = 10 * 366 * 24 * 3600
-_KINDS: Mapping[type[Any], str] = {
-    str: f"a string of at most {LONGEST} characters",
+_SURROGATE = re.compile("[\ud800-\udfff]")
+"""Half a surrogate pair, which JSON can write and UTF-8 can't."""
+KINDS: Mapping[type[Any], str] = {
+    str: f"a string of at most {LONGEST} Unicode characters",
     int: "an integer of 64 bits",
     float: "a finite number",
     bool: "a boolean",
@@ -53,10 +56,10 @@ def want(body: Json, name: str, kind: type[T], default: Any = _REQUIRED) -> T | 
     value: Any = body.get(name)
     if value is None:
         if default is _REQUIRED:
-            raise invalid(f"{name} is missing, expected {_KINDS[kind]}")
+            raise invalid(f"{name} is missing, expected {KINDS[kind]}")
         return default  # type: ignore[no-any-return]  # T or None by the overloads
     if not fits(value, kind):
-        raise invalid(f"{name}: got {shown(value)}, expected {_KINDS[kind]}")
+        raise invalid(f"{name}: got {shown(value)}, expected {KINDS[kind]}")
     return kind(value) if kind is float else value  # type: ignore[call-arg]  # checked
 
 
@@ -67,16 +70,13 @@ def fits(value: object, kind: type[Any]) -> bool:
     if type(value) is not kind:
         return False
     if isinstance(value, str):
-        return len(value) <= LONGEST
+        return len(value) <= LONGEST and not _SURROGATE.search(value)
     return not isinstance(value, int) or INT64[0] <= value <= INT64[1]
 
 
 def integer(body: Json, name: str, low: int, high: int, default: int | None = None) -> int:
     """`body[name]`, an integer from `low` to `high`; if it is missing, the default or an error."""
-    value = body.get(name, default)
-    value = default if value is None else value
-    if value is None:
-        raise invalid(f"{name} is missing, expected an integer")
+    value = default if body.get(name) is None else body[name]
     if type(value) is not int or not low <= value <= high:
         raise invalid(f"{name}: got {shown(value)}, expected an integer from {low} to {high}")
     return value
@@ -98,23 +98,23 @@ def check_non_negative(where: str, values: Json) -> None:
             raise invalid(f"{where}.{name}: got {shown(value)}, expected a finite number >= 0")
 
 
-def metadata(body: Json, name: str = "user_metadata") -> Json:
+def metadata(body: Json) -> Json:
     """The client's own JSON object, which is stored and sent back."""
-    found: Json = want(body, name, dict, {})
-    check_storable(name, found)
+    found: Json = want(body, "user_metadata", dict, {})
+    check_storable("user_metadata", found)
     return found
 
 
 def check_storable(name: str, value: object) -> None:
     """Raise ServiceError unless a JSON value can be written as JSON again, and is small."""
-    if _depth_exceeds(value, _DEEPEST_METADATA):
+    if _is_deeper(value, _DEEPEST_METADATA):
         raise invalid(f"{name} is nested too deeply, expected at most {_DEEPEST_METADATA} levels")
     try:
-        size = len(json.dumps(value, allow_nan=False))
-    except ValueError:
-        raise invalid(f"{name} has a number that is not finite") from None
+        size = len(json.dumps(value, allow_nan=False, ensure_ascii=False).encode())
+    except ValueError as error:
+        raise invalid(f"{name} can't be stored: {error}") from None
     if size > _LONGEST_METADATA:
-        raise invalid(f"{name} has {size} characters, expected at most {_LONGEST_METADATA}")
+        raise invalid(f"{name} has {size} bytes, expected at most {_LONGEST_METADATA}")
 
 
 def ttl(body: Json) -> float | None:
@@ -128,18 +128,11 @@ def iso(seconds: float | None) -> str | None:
     return None if seconds is None else datetime.fromtimestamp(seconds, UTC).isoformat()
 
 
-def _depth_exceeds(value: object, limit: int) -> bool:
-    level: list[object] = [value]
-    for _ in range(limit):
-        level = [
-            inner
-            for outer in level
-            if isinstance(outer, (dict, list))
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-        ]
-        if not level:
-            return False
-    return any(isinstance(left, (dict, list)) for left in level)
+def _is_deeper(value: object, levels: int) -> bool:
+    if not isinstance(value, (dict, list)):
+        return False
+    inner = value.values() if isinstance(value, dict) else value
+    return levels == 0 or any(_is_deeper(one, levels - 1) for one in inner)
 
 
 def all_finite(values: Any) -> bool:  # numbers, or None

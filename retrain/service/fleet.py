@@ -15,7 +15,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from retrain.engine.losses import sequence_logprobs
 from retrain.engine.weights import LoraWeights
@@ -33,8 +32,6 @@ from retrain.vllm.options import VllmOptions
 
 LARGEST_RANK = 64
 """Of an adapter at servers that the service starts."""
-BASE = None
-"""The key of the base model."""
 SAMPLE_SECONDS = 3600.0
 """The limit of one request at the servers."""
 
@@ -53,17 +50,18 @@ class FleetPool:
             1 if lora is None else lora.slots - 1,  # one is the base model's
         )
         self._turn = asyncio.Lock()
+        self.context_length = whole.context_length
 
     @asynccontextmanager
     async def use(self, key: CheckpointPlace | None) -> AsyncIterator[FleetSampler]:
-        """The sampler of snapshot `key`, for one request.
+        """The sampler of snapshot `key`, or of the base model for None, for one request.
 
         Raises ServiceError: 400 if the servers can't serve the snapshot, 503 if they do not answer
         in time.
         """
         async with AsyncExitStack() as stack:
             sampler = self._whole
-            if key is not BASE or self._lora is None:
+            if key is not None or self._lora is None:
                 async with self._turn:  # in order of arrival: a busy snapshot delays no other
                     sampler = await stack.enter_async_context(self._pool.use(key))
             try:
@@ -78,16 +76,11 @@ class FleetPool:
         if self._lora is not None:
             await self._pool.forget(keys)
 
-    @property
-    def context_length(self) -> int | None:
-        """Tokens of prompt and completion together, at most."""
-        return self._whole.context_length
-
     # In a thread
 
     def _adapter(self, key: CheckpointPlace | None) -> LoraWeights:
         assert self._lora is not None
-        assert key is not BASE, "`use` serves it without an adapter"
+        assert key is not None, "`use` serves the base model without an adapter"
         rank = self._snapshots.tuning(key).rank
         if not 0 < rank <= self._lora.rank:
             raise invalid(
@@ -98,7 +91,7 @@ class FleetPool:
         return self._snapshots.adapter(key)
 
     def _merged(self, key: CheckpointPlace | None) -> dict[str, Tensor]:
-        tuning = None if key is BASE else self._snapshots.tuning(key)
+        tuning = None if key is None else self._snapshots.tuning(key)
         if tuning and tuning.rank and tuning.unembed and self._snapshots.base.tied:
             raise invalid(
                 "the vLLM servers can't serve this snapshot as whole weights: its LoRA trains the "
@@ -140,16 +133,10 @@ async def open_fleet(
             found = (await sampler.fleet.up[0].client.facts()).lora if adapters else None
             pool = FleetPool(sampler, found, snapshots)
             if adapters:
-                await sampler.load_weights(await asyncio.to_thread(snapshots.merged, BASE), 0)
-            await _check(pool, model, tokenizer.encode(PROBE, add_special_tokens=False), options)
+                await sampler.load_weights(await asyncio.to_thread(snapshots.merged, None), 0)
+            text = tokenizer.encode(PROBE, add_special_tokens=False)
+            probe = probe_of(text, snapshots.base.config.vocab_size)
+            expected = await asyncio.to_thread(sequence_logprobs, model, probe, model.device)
+            async with pool.use(None) as serving:
+                await check_logprobs(serving, probe, expected, options.check)
             yield pool
-
-
-async def _check(
-    pool: FleetPool, model: PreTrainedModel, text: list[int], options: VllmOptions
-) -> None:
-    """Raise ConfigError if the servers' log-probs of the base model are not those of `model`."""
-    probe = probe_of(text, model.config.get_text_config().vocab_size)
-    expected = await asyncio.to_thread(sequence_logprobs, model, probe, model.device)
-    async with pool.use(BASE) as sampler:
-        await check_logprobs(sampler, probe, expected, options.check)

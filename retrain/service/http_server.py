@@ -195,14 +195,15 @@ def log_to_stderr() -> None:
 
 
 class OncePerSecond(logging.Filter):
-    """Passes one record per second and cause: the same first line, and the same exception."""
+    """Passes one record per second and cause: the same first line and class of exception."""
 
     def __init__(self) -> None:
         super().__init__()
         self._seen: dict[object, tuple[float, int]] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        cause = record.name, record.getMessage().partition("\n")[0], _place(record)
+        error = record.exc_info and record.exc_info[0]
+        cause = record.name, record.getMessage().partition("\n")[0], error
         since, more = self._seen.get(cause, (float("-inf"), 0))
         now = time.monotonic()
         if now - since < 1:
@@ -214,14 +215,3 @@ class OncePerSecond(logging.Filter):
         if more:
             record.msg, record.args = f"{record.getMessage()} ({more} more like this)", ()
         return True
-
-
-def _place(record: logging.LogRecord) -> object:
-    """The class of the record's exception, and the line that raised it."""
-    if not record.exc_info or record.exc_info[1] is None:
-        return None
-    error = record.exc_info[1]
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return type(error), trace and (trace.tb_frame.f_code.co_filename, trace.tb_lineno)

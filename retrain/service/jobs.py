@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 import logging
 import uuid
 from collections import OrderedDict
@@ -21,10 +22,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from retrain.errors import ConfigError
 from retrain.service.errors import ServiceError, conflict, invalid
 
 KEPT = 20_000_000
+STOPPED = "the job was cancelled or the service is shutting down"
 Work = Callable[[], Awaitable[Any]]
 log = logging.getLogger(__name__)
 
@@ -60,6 +61,8 @@ class RequestJob:
     protocol: object = None
     """What started it and knows the form of its result; the other protocol can't show it."""
     finished: asyncio.Event = field(default_factory=asyncio.Event)
+    task: asyncio.Task[None] | None = None
+    """What runs it."""
 
     async def wait(self, seconds: float) -> bool:
         """Wait at most `seconds`; returns whether the job has finished."""
@@ -75,9 +78,7 @@ class Jobs:
     def __init__(self) -> None:
         self._finished: OrderedDict[str, RequestJob] = OrderedDict()
         self._open: dict[str, RequestJob] = {}
-        self._tasks: dict[str, asyncio.Task[None]] = {}
         self._kept = self._forgotten = 0
-        self._stopped = ServiceError(503, "the job was cancelled or the service is shutting down")
 
     def get(self, job_id: str) -> RequestJob:
         """Raises ServiceError: 410 if it may be a forgotten job, else 404."""
@@ -95,7 +96,7 @@ class Jobs:
     def start(self, job: RequestJob, work: Work) -> RequestJob:
         """Run it now, concurrently with the others."""
         self.add(job).state = "pending"
-        self._tasks[job.id] = asyncio.create_task(self._run(job, work), name=f"{job.kind} {job.id}")
+        job.task = asyncio.create_task(self._run(job, work), name=f"{job.kind} {job.id}")
         return job
 
     def forget(self, session: Owner) -> None:
@@ -105,44 +106,34 @@ class Jobs:
             self._kept -= job.size
             self._forgotten += 1
 
-    def cancel(self, job: RequestJob) -> None:
-        """Stop its work if it is running."""
-        if task := self._tasks.get(job.id):
-            task.cancel()
-
     def fail(self, job: RequestJob, error: ServiceError) -> None:
         """Finish it with an error."""
         job.error = error
         self._finish(job, "failed")
 
-    async def close(self, reason: ServiceError | None = None) -> None:
-        """Cancel running jobs and wake all waiters; the jobs fail with `reason`."""
-        self._stopped = reason or self._stopped
-        tasks = list(self._tasks.values())
+    async def close(self) -> None:
+        """Cancel running jobs and wake all waiters."""
+        tasks = [job.task for job in self._open.values() if job.task]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         for job in list(self._open.values()):
-            self.fail(job, self._stopped)
+            self.fail(job, ServiceError(503, STOPPED))
 
     async def _run(self, job: RequestJob, work: Work) -> None:
         job.state = "running"
         try:
             job.result = job.show(await work())
         except asyncio.CancelledError:
-            self.fail(job, self._stopped)
+            self.fail(job, ServiceError(503, STOPPED))
             raise
         except ServiceError as error:
             self.fail(job, error)
-        except ConfigError as error:  # of the keys of a loss
-            self.fail(job, invalid(str(error)))
         except Exception as error:  # the waiting client must get every failure
             log.exception("%s %s failed", job.kind, job.id)
             self.fail(job, ServiceError(500, f"{type(error).__name__}: {error}"))
         else:
             self._finish(job, "done")
-        finally:
-            self._tasks.pop(job.id, None)
 
     def _finish(self, job: RequestJob, state: Literal["done", "failed"]) -> None:
         if job.finished.is_set():
@@ -206,12 +197,7 @@ class Lane:
 
     def _advance(self) -> None:
         """Start the jobs whose turn it is."""
-        while True:
-            number = self._next
-            while number in self._rejected:
-                number += 1
-            if number not in self._behind:
-                return
+        while (number := self._awaited()) in self._behind:
             for skipped in range(self._next, number):
                 self._known[skipped] = b"", ""
                 self._rejected.discard(skipped)
@@ -228,8 +214,8 @@ class Lane:
     def _give_up(self, seq_id: int) -> None:
         job, _, timer = self._behind.pop(seq_id)
         timer.cancel()
-        missing = self._next
-        while missing in self._rejected:
-            missing += 1
-        message = f"seq_id {seq_id} waited for seq_id {missing}, which never arrived"
+        message = f"seq_id {seq_id} waited for seq_id {self._awaited()}, which never arrived"
         self._jobs.fail(job, invalid(message))
+
+    def _awaited(self) -> int:
+        return next(n for n in itertools.count(self._next) if n not in self._rejected)

@@ -7,8 +7,9 @@ A few bytes can stand for much more memory: `[],` is 3 bytes and 72 in Python, a
 from __future__ import annotations
 
 import json
-import re
 from typing import Any
+
+import zstandard
 
 from retrain.service.errors import ServiceError, invalid
 
@@ -18,7 +19,6 @@ _SMALL = 16 * 2**20
 _RATIO = 200
 """A decompressed body is at most `_SMALL` bytes or `_RATIO` times the compressed ones."""
 _WINDOW = 2**25
-_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def json_object(body: bytes, values: int) -> dict[str, Any]:
@@ -56,12 +56,6 @@ def check_size(size: int, limit: int) -> None:
 
 def unzstd(body: bytes, limit: int) -> bytes:
     """The decompressed body; raises ServiceError (413) if it is too large for its bytes."""
-    try:
-        import zstandard
-    except ImportError:
-        raise ServiceError(
-            415, "zstd needs zstandard on the service; send it uncompressed"
-        ) from None
     allowed = min(limit, max(_SMALL, _RATIO * len(body)))
     try:
         with zstandard.ZstdDecompressor(max_window_size=_WINDOW).stream_reader(body) as reader:
@@ -70,22 +64,6 @@ def unzstd(body: bytes, limit: int) -> bytes:
         raise invalid(f"the body is not valid zstd: {error}") from None
     check_size(len(plain), allowed)
     return plain
-
-
-def check_text(body: bytes, value: object) -> None:
-    """Raise ServiceError for half a surrogate pair in any string of the JSON `value` of `body`."""
-    left = [value] if _SURROGATE.search(body) else []
-    while left:
-        one = left.pop()
-        if isinstance(one, str):
-            try:
-                one.encode()
-            except UnicodeEncodeError:
-                raise invalid(f"got {one[:80]!a}, which has half a surrogate pair") from None
-        elif isinstance(one, dict):
-            left += [*one.keys(), *one.values()]
-        elif isinstance(one, list):
-            left += one
 
 
 def _no_constant(name: str) -> float:

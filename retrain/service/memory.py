@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+from contextlib import suppress
 
 import torch
 
@@ -16,7 +17,10 @@ from retrain.service.tuning import BaseModel, Tuning
 def check_memory(base: BaseModel, tuning: Tuning, others: int) -> None:
     """Raise ServiceError unless another model fits beside `others`."""
     copies = 1.0 if tuning.rank else 4.0  # activations; weights, gradients and moments
-    need, free = copies * base.size + _logits(base), free_memory(base.device)
+    need, free = copies * base.size, free_memory(base.device)
+    if base.device.type == "cpu":  # on a GPU, a pass that doesn't fit fails its own request only
+        logits = base.vocabulary * (base.context or LOGITS_ON_CPU)
+        need += BYTES_PER_LOGIT * min(LOGITS_ON_CPU, logits)  # of the one pass that runs
     if free is not None and need > free:
         raise conflict(
             f"{free / 1e9:.1f} GB of memory are free, but another model needs about "
@@ -42,19 +46,5 @@ def free_memory(device: torch.device) -> int | None:
 def give_back() -> None:
     """Give the memory of models that have ended back to the system."""
     gc.collect()  # a model is full of cycles
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
-    if trim is not None:
-        trim(0)
-
-
-def _logits(base: BaseModel) -> int:
-    """The bytes that the logits of one pass take; only one pass runs at a time.
-
-    0 on a GPU, where a pass that does not fit fails its own request only.
-    """
-    if base.device.type != "cpu":
-        return 0
-    context = getattr(
-        base.untied.config.get_text_config(), "max_position_embeddings", LOGITS_ON_CPU
-    )
-    return BYTES_PER_LOGIT * min(LOGITS_ON_CPU, base.vocabulary * context)
+    with suppress(AttributeError):  # only glibc has it
+        ctypes.CDLL(None).malloc_trim(0)

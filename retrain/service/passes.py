@@ -15,7 +15,6 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from retrain.engine.losses import shared_loss, token_logprobs
-from retrain.service.errors import ServiceError, invalid
 
 if TYPE_CHECKING:
     from retrain.service.tuning import BaseModel
@@ -87,15 +86,6 @@ def run_micro_batch(
     flat, *inputs = (tensor.flatten(1) for tensor in (logprobs, old, advantages, mask))
     value, _ = shared_loss(loss, config, flat, inputs[0], inputs[1], inputs[2])
     return value, logprobs
-
-
-def problem_of(loss: str, value: Tensor, logprobs: Tensor) -> ServiceError | None:
-    """Why a micro-batch can't be trained on, if its numbers are not finite."""
-    if not torch.isfinite(logprobs).all():
-        return invalid("the model's log-probs are not finite: its weights have diverged")
-    if not torch.isfinite(value):
-        return invalid(f"{loss} loss: got {value.item()}; check logprobs and advantages")
-    return None
 
 
 def _padded(

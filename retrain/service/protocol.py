@@ -19,8 +19,7 @@ from retrain.service.core import Service
 from retrain.service.errors import ServiceError, invalid, missing
 from retrain.service.fields import INT64, Json, integer, metadata, want
 from retrain.service.jobs import RequestJob, Work
-from retrain.service.json_bodies import check_size, check_text, json_object, unzstd
-from retrain.service.passes import TargetRow
+from retrain.service.json_bodies import check_size, json_object, unzstd
 from retrain.service.sampling import SampleFindings, SampleRequest, sample_request
 from retrain.service.state import Model, SamplerSession, ServiceSession
 from retrain.service.store import CheckpointPlace
@@ -94,7 +93,6 @@ class ServiceProtocol(ABC):
             body = {} if protobuf else await decoded(parse, raw)
             call = ServiceCall(request, raw, body, protobuf)
             try:
-                check_text(raw, body)
                 reply = await answer(call) if callable(answer) else answer
             except ServiceError:
                 self.rejected(call)
@@ -136,8 +134,7 @@ class ServiceProtocol(ABC):
         number = integer(call.body, "model_seq_id", 0, _LARGEST_NUMBER)
         theirs, path = metadata(call.body), want(call.body, "path", str, None)
         model_id = self.id_of(session, "train", number)
-
-        model = self._service.new_model(session, model_id, tuning, theirs)
+        model = Model(model_id, session, self._service.lane(), tuning, theirs)
 
         async def work() -> Json:
             await self._service.build_model(model, source)
@@ -176,11 +173,6 @@ class ServiceProtocol(ABC):
         job.session = sampler.session
         job.facts["sample_sequence_ids"] = [f"{job.id}:{i}" for i in range(request.count)]
         return work, request
-
-
-def size_of(rows: list[TargetRow]) -> int:
-    """How many numbers the result of a pass holds."""
-    return sum(len(row.targets) for row in rows)
 
 
 async def read_body(request: Request, limit: int) -> bytes:

@@ -8,12 +8,13 @@ table of losses.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from typing import cast
 
 from retrain.errors import shown
 from retrain.service.errors import ServiceError, invalid
-from retrain.service.fields import LARGEST, Json, fits, objects, want
+from retrain.service.fields import INT64, KINDS, LARGEST, Json, fits, objects, want
 from retrain.service.passes import TargetRow
 from retrain.service.state import RequestLimits
 from retrain.service.training_fields import Inputs
@@ -53,12 +54,9 @@ def tensor_of(body: Json, name: str) -> Tensor:
     given = want(body, name, dict)
     shape = want(given, "shape", list, None)
     dtype = cast(Dtype, want(given, "dtype", str))
-    sparse = None
-    if given.get("sparse_crow_indices") is not None:
-        indices = ("sparse_crow_indices", "sparse_col_indices")
-        sparse = cast(
-            tuple[list[int], list[int]], tuple(want(given, index, list) for index in indices)
-        )
+    sparse: tuple[list[int], list[int]] | None = None
+    if (starts := want(given, "sparse_crow_indices", list, None)) is not None:
+        sparse = starts, want(given, "sparse_col_indices", list)
     return Tensor(want(given, "data", list), dtype, None if shape is None else tuple(shape), sparse)
 
 
@@ -133,12 +131,10 @@ def _shape(where: str, datum: Datum, expected: Inputs, limits: RequestLimits) ->
 
 
 def _check_names(where: str, got: set[str], expected: Inputs) -> None:
-    wanted = ", ".join(sorted(expected.required))
-    if lacking := sorted(expected.required - got):
-        raise invalid(f"{where} lacks {lacking}, expected {wanted}")
-    unknown = sorted(got - expected.required - expected.optional)
-    if unknown and not expected.ignores_others:
-        raise invalid(f"{where} has unknown loss inputs {shown(unknown)}, expected {wanted}")
+    unknown = got - expected.required - expected.optional
+    if not expected.required <= got or (unknown and not expected.ignores_others):
+        wanted = ", ".join(sorted(expected.required))
+        raise invalid(f"{where}: got loss inputs {shown(sorted(got))}, expected {wanted}")
 
 
 def numbers_of(
@@ -155,13 +151,10 @@ def numbers_of(
     dtype = "int64" if kind is int else "float32"
     if tensor.dtype != dtype:
         raise invalid(f"{where}: got {tensor.dtype}, expected {dtype}")
-    count, what = shape[0], f"{shape[0]}, one per token"
-    if len(shape) == 2:
-        count, what = shape[0] * shape[1], f"shape {list(shape)}"
-    values = len(tensor.data)
+    count, values = math.prod(shape), len(tensor.data)
     if tensor.dimensions != shape or (tensor.sparse is None and values != count):
         got = shown(list(tensor.dimensions))
-        raise invalid(f"{where}: got shape {got} with {values} values, expected {what}")
+        raise invalid(f"{where}: got shape {got} with {values} values, expected {list(shape)}")
     _check_numbers(where, tensor.data, kind)
     return tensor.data if tensor.sparse is None else _dense(where, tensor, count, implied)
 
@@ -192,12 +185,11 @@ def _fit(starts: Sequence[int], columns: Sequence[int], shape: tuple[int, ...]) 
 def _check_numbers(where: str, values: Sequence[float], kind: type[int] | type[float]) -> None:
     """Raise ServiceError unless all are finite numbers of this kind."""
     kinds = {int} if kind is int else {int, float}
-    low, high = (-(2**63), 2**63 - 1) if kind is int else (-LARGEST, LARGEST)
+    low, high = INT64 if kind is int else (-LARGEST, LARGEST)
     if set(map(type, values)) <= kinds and all(low <= value <= high for value in values):
         return
     position, wrong = next((i, v) for i, v in enumerate(values) if not fits(v, kind))
-    number = "a finite number" if type(wrong) in kinds else "a number"
-    raise invalid(f"{where}[{position}]: got {shown(wrong)}, expected {number}")
+    raise invalid(f"{where}[{position}]: got {shown(wrong)}, expected {KINDS[kind]}")
 
 
 def _check_tokens(where: str, tokens: Sequence[int], limits: RequestLimits) -> None:

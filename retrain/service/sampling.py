@@ -90,7 +90,9 @@ def sample_request(body: Json, limits: RequestLimits, *, eos: bool) -> SampleReq
     prompt = prompt_of(body, limits)
     params = sampling_params(want(body, "sampling_params", dict, {}), prompt, limits)
     targets = _targets(body, prompt, limits)
-    score = want(body, "prompt_logprobs", bool, False)
+    score, last = want(body, "prompt_logprobs", bool, False), "prompt_logprobs_last_n"
+    if body.get(last) is not None and not score:
+        raise invalid(f"{last} needs prompt_logprobs: true")
     request = SampleRequest(
         prompt,
         params,
@@ -101,7 +103,7 @@ def sample_request(body: Json, limits: RequestLimits, *, eos: bool) -> SampleReq
         prompt_top=integer(body, "topk_prompt_logprobs", 0, limits.top, 0),
         targets=None if targets is None else targets[0],
         sparse=None if targets is None else targets[1],
-        last=_last(body, prompt, score),
+        last=None if body.get(last) is None else integer(body, last, 1, len(prompt) - 1),
     )
     _check_size(request, limits)
     return request
@@ -153,14 +155,6 @@ def _room(prompt: Sequence[int], limits: RequestLimits) -> int:
             f"{limits.context}"
         )
     return limits.context - len(prompt)
-
-
-def _last(body: Json, prompt: Sequence[int], score: bool) -> int | None:
-    if body.get("prompt_logprobs_last_n") is None:
-        return None
-    if not score:
-        raise invalid("prompt_logprobs_last_n needs prompt_logprobs: true")
-    return integer(body, "prompt_logprobs_last_n", 1, len(prompt) - 1)
 
 
 def _targets(

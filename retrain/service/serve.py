@@ -150,10 +150,6 @@ def _vllm(arguments: argparse.Namespace) -> VllmOptions | None:
 
     given: dict[str, Any] = {}
     for text in arguments.vllm:
-        if "=" not in text:
-            raise ConfigError(
-                f"--vllm: got {text!r}, expected KEY=VALUE, such as url=http://127.0.0.1:8000"
-            )
         apply_override(given, *parse_override(text))
     try:
         options = VllmOptions.model_validate(given)

@@ -28,11 +28,12 @@ class Snapshots:
         """All weights of the untied model, with LoRA merged; of the base model for None."""
         if place is None:
             return merged_weights(self.base.untied, {}, rank=1)
-        return merged_weights(self.base.untied, self.store.weights(place), self.tuning(place).rank)
+        weights, _ = self.store.load(place)
+        return merged_weights(self.base.untied, weights, self.tuning(place).rank)
 
     def adapter(self, place: CheckpointPlace) -> LoraWeights:
         """The LoRA matrices by themselves."""
-        tensors = self.store.weights(place)
+        tensors, _ = self.store.load(place)
         targets = {name.rpartition(".lora_")[0].rpartition(".")[2] for name in tensors}
         config = {
             "peft_type": "LORA",

@@ -14,14 +14,13 @@ import torch
 from retrain.engine.models import choose_device, load_model, resolve_model
 from retrain.errors import ConfigError
 from retrain.service.state import ServiceSettings
-from retrain.service.trainer import Trainer
-from retrain.service.tuning import BaseModel, Tuning
+from retrain.service.tuning import BaseModel
 
 T = TypeVar("T")
 
 
 class EngineThread:
-    """Owns the base model and all trainers; `start` loads the model."""
+    """Owns the base model and all trainers; run `load` before anything else."""
 
     base: BaseModel
     folder: str
@@ -30,10 +29,6 @@ class EngineThread:
     def __init__(self, settings: ServiceSettings) -> None:
         self._settings = settings
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="retrain-trainer")
-
-    async def start(self) -> None:
-        """Load the base model; raises ConfigError if it, or the device, is not available."""
-        await self.run(self._load)
 
     async def run(self, call: Callable[[], T]) -> T:
         """`call()` after all that was enqueued before."""
@@ -44,25 +39,18 @@ class EngineThread:
         with suppress(RuntimeError):  # the service has ended
             self._executor.submit(call)
 
-    def trainer(self, tuning: Tuning) -> Trainer:
-        """A new trainer of the base model; call it in the thread."""
-        return Trainer(self.base, tuning)
-
     async def close(self) -> None:
         """End the thread after the current call."""
         await asyncio.to_thread(self._executor.shutdown, cancel_futures=True)
 
-    def _load(self) -> None:
+    def load(self) -> None:
+        """Load the base model; raises ConfigError if it, or the device, is not available."""
         torch.set_num_threads(self._settings.threads)
-        device = _device(self._settings.device or choose_device())
+        device = self._settings.device or choose_device()
+        try:
+            torch.empty(1, device=device)
+        except (RuntimeError, AssertionError) as error:  # the latter in a build without CUDA
+            reason = str(error).splitlines()[0]
+            raise ConfigError(f"--device {device} is not available: {reason}; use cpu") from error
         self.folder = resolve_model(self._settings.model, Path())
         self.base = BaseModel(load_model(self.folder, device).requires_grad_(False))
-
-
-def _device(name: str) -> str:
-    try:
-        torch.empty(1, device=name)
-    except (RuntimeError, AssertionError) as error:  # the latter in a build without CUDA
-        reason = str(error).splitlines()[0]
-        raise ConfigError(f"--device {name} is not available: {reason}; use cpu") from error
-    return name

@@ -17,6 +17,7 @@ from functools import partial
 
 from starlette.responses import JSONResponse, Response
 
+from retrain.errors import shown
 from retrain.service import tinker_wire as wire
 from retrain.service import training_fields
 from retrain.service.errors import ServiceError, invalid
@@ -24,7 +25,7 @@ from retrain.service.fields import INT64, Json, integer, iso, metadata, ttl, wan
 from retrain.service.jobs import RequestJob
 from retrain.service.json_bodies import check_counts
 from retrain.service.passes import TargetRow
-from retrain.service.protocol import Handler, ServiceCall, ServiceProtocol, decoded, size_of
+from retrain.service.protocol import Handler, ServiceCall, ServiceProtocol, decoded
 from retrain.service.rows import training_rows
 from retrain.service.state import Model, ServiceSession
 from retrain.service.store import CheckpointPlace, Kind
@@ -82,8 +83,7 @@ class TinkerProtocol(ServiceProtocol):
     def id_of(self, session: ServiceSession, kind: str, number: int) -> str:
         return f"{session.id}:{kind}:{number}"
 
-    def place_of(self, path: str) -> CheckpointPlace:
-        return wire.place_of(path)
+    place_of = staticmethod(wire.place_of)
 
     # The service and its sessions
 
@@ -113,7 +113,8 @@ class TinkerProtocol(ServiceProtocol):
     async def _create_model(self, call: ServiceCall) -> RequestJob:
         session = self._session(call)
         self._service.check_base(want(call.body, "base_model", str))
-        wire.check_optimizer(call.body)
+        if (kind := want(call.body, "optimizer_config", dict, {}).get("type", "adamw")) != "adamw":
+            raise invalid(f"optimizer {shown(kind)} is not supported, expected 'adamw'")
         tuning = training_fields.tuning(call.body, min_rank=0)
         return self.create_model(call, session, tuning, "CreateModel")
 
@@ -168,7 +169,8 @@ class TinkerProtocol(ServiceProtocol):
         given, config, rows = await decoded(read, call.raw)
         model, backward = self._service.model(given.model_id), not given.forward_only
         kind = "ForwardBackward" if backward else "Forward"
-        job = RequestJob(kind, size=size_of(rows), show=lambda passed: wire.output(passed, rows))
+        size = sum(len(row.targets) for row in rows)
+        job = RequestJob(kind, size=size, show=lambda passed: wire.output(passed, rows))
         work = partial(self._service.run_pass, model, rows, given.loss, config, backward=backward)
         return self.numbered(call, model, given.seq_id, job, work)
 
@@ -310,7 +312,8 @@ class TinkerProtocol(ServiceProtocol):
         job = self.job(want(call.body, "request_id", str))
         if job.kind != "Sample":
             raise invalid("only sampling requests can be cancelled")
-        self._service.jobs.cancel(job)
+        if job.task is not None:
+            job.task.cancel()
         return {}
 
     # Addressing

@@ -23,7 +23,7 @@ from retrain.service.jobs import RequestJob
 from retrain.service.passes import Passed, TargetRow
 from retrain.service.rows import datum_of
 from retrain.service.sampling import SampleFindings, SampleRequest
-from retrain.service.store import KINDS, CheckpointPlace, Saved
+from retrain.service.store import KINDS, CheckpointPlace, Kind, Saved
 from retrain.wire.tinker import messages
 from retrain.wire.tinker.messages import PROTOBUF
 from retrain.wire.tinker.payloads import sample_to_json, tensor_to_json
@@ -57,31 +57,17 @@ def request_of(body: Json, *, forward_only: bool) -> ForwardBackward:
     )
 
 
-def place_of(path: str, kind: str | None = None) -> CheckpointPlace:
+def place_of(path: str, kind: Kind | None = None) -> CheckpointPlace:
     """The checkpoint that `tinker://MODEL/KIND/NAME` names, of the given kind."""
-    parts = path.removeprefix(SCHEME).split("/")
-    if not path.startswith(SCHEME) or len(parts) != 3 or parts[1] not in KINDS:
-        raise invalid(
-            f"path: got {shown(path)}, expected {SCHEME}MODEL/weights/NAME or "
-            ".../sampler_weights/NAME"
-        )
-    place = CheckpointPlace(parts[0], parts[1], parts[2])
-    if kind is not None and place.kind != kind:
-        use = "sampling" if place.kind == "sampler_weights" else "training"
-        raise invalid(
-            f"path: got {shown(path)}, which is for {use}, expected {SCHEME}MODEL/{kind}/NAME"
-        )
-    return place
+    parts, kinds = path.removeprefix(SCHEME).split("/"), (kind,) if kind else KINDS
+    if not path.startswith(SCHEME) or len(parts) != 3 or parts[1] not in kinds:
+        expected = " or ".join(f"{SCHEME}MODEL/{one}/NAME" for one in kinds)
+        raise invalid(f"path: got {shown(path)}, expected {expected}")
+    return CheckpointPlace(parts[0], parts[1], parts[2])
 
 
 def path_of(place: CheckpointPlace) -> str:
     return SCHEME + "/".join(place)
-
-
-def check_optimizer(body: Json) -> None:
-    kind = want(body, "optimizer_config", dict, {}).get("type", "adamw")
-    if kind != "adamw":
-        raise invalid(f"optimizer {shown(kind)} is not supported, expected 'adamw'")
 
 
 def loss_config(loss: str, given: LossConfig) -> Mapping[str, float]:

@@ -20,15 +20,8 @@ from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from retrain.engine.lengths import of_like_length
-from retrain.losses import settings
-from retrain.service.errors import invalid
-from retrain.service.passes import (
-    Passed,
-    TargetRow,
-    problem_of,
-    run_micro_batch,
-    tokens_at_once,
-)
+from retrain.service.errors import diverged, invalid
+from retrain.service.passes import Passed, TargetRow, run_micro_batch, tokens_at_once
 from retrain.service.tuning import BaseModel, Tuning
 from retrain.wire.training import AdamParams
 
@@ -126,20 +119,22 @@ class Trainer:
         self.steps = int(optimizer["steps"]) if optimizer is not None else 0
 
     def _pass(self, rows: Sequence[TargetRow], loss: str, config: Mapping[str, Any]) -> Passed:
-        settings("ppo" if loss == "gspo" else loss, config)  # raises before anything is computed
         logprobs: list[list[float]] = [[]] * len(rows)
-        total = 0.0
+        total = tokens = 0.0
         for batch in of_like_length([len(row.tokens) for row in rows], self._tokens_at_once):
             together = [rows[i] for i in batch]
             value, found = run_micro_batch(self.model, self._device, together, loss, config)
-            if problem := problem_of(loss, value, found):
-                raise problem
+            if not torch.isfinite(found).all():
+                raise diverged()
+            if not torch.isfinite(value):
+                raise invalid(f"{loss} loss: got {value.item()}; check logprobs and advantages")
             if torch.is_grad_enabled():
                 value.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
             total += float(value.detach())
             for index, values, row in zip(batch, found.detach().cpu(), together, strict=True):
                 logprobs[index] = values[: len(row.tokens), : row.width or 1].flatten().tolist()
-        return Passed(logprobs, total, float(sum(sum(row.mask) for row in rows)))
+                tokens += sum(row.mask)
+        return Passed(logprobs, total, tokens)
 
     def _check_fit(self, weights: Mapping[str, Tensor], state: Mapping[int, Any]) -> None:
         shapes = {name: parameter.shape for name, parameter in self._trained.items()}

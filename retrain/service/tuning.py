@@ -51,6 +51,8 @@ class BaseModel:
         self.untied = untied(model)
         """For LoRA, samplers and merged weights: it shares all weights but a tied output layer."""
         self.device = model.device
+        self.config = model.config.get_text_config()
+        self.context: int | None = getattr(self.config, "max_position_embeddings", None)
         self.vocabulary = int(_embedding(model).weight.shape[0])
         self.size = sum(p.numel() * p.element_size() for p in self.untied.parameters())
         """Bytes of its weights."""

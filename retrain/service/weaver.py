@@ -21,7 +21,7 @@ from retrain.service import weaver_wire as wire
 from retrain.service.errors import invalid
 from retrain.service.fields import Json, check_storable, ttl, want
 from retrain.service.jobs import RequestJob
-from retrain.service.protocol import Handler, ServiceCall, ServiceProtocol, size_of
+from retrain.service.protocol import Handler, ServiceCall, ServiceProtocol
 from retrain.service.rows import prompt_of
 from retrain.service.state import Model, SamplerSession, ServiceSession
 from retrain.service.store import CheckpointPlace
@@ -69,8 +69,7 @@ class WeaverProtocol(ServiceProtocol):
     def id_of(self, session: ServiceSession, kind: str, number: int) -> str:
         return str(uuid.uuid5(uuid.UUID(session.id), f"{kind} {number}"))
 
-    def place_of(self, path: str) -> CheckpointPlace:
-        return wire.place_of(path)
+    place_of = staticmethod(wire.place_of)
 
     # Sessions
 
@@ -138,15 +137,12 @@ class WeaverProtocol(ServiceProtocol):
         payload = wire.payload_of(call.body, model.id)
         key = "forward_backward_input" if backward else "forward_input"
         given = await asyncio.to_thread(wire.training_call, payload, key, self._service.limits)
-        name, rows, datum_ids = given.loss, given.rows, given.datum_ids
-        if backward and name == "forward_logprob":
-            raise invalid("forward_logprob has no gradient; use it with forward")
+        loss, config, rows, datum_ids = given
         job = RequestJob(
             "forward_backward" if backward else "forward",
-            size=size_of(rows),
+            size=sum(len(row.targets) for row in rows),
             show=lambda found: wire.passed(found, datum_ids, model.id),
         )
-        loss, config = given.computed
         work = partial(self._service.run_pass, model, rows, loss, config, backward=backward)
         return self.numbered(call, model, want(payload, "seq_id", int), job, work)
 

@@ -30,6 +30,10 @@ SAVE_TYPES = ("weight", "weight_and_optimizer", "sampling")
 _NEUTRAL: Mapping[str, Any] = {"entropy_coeff": 0, "temperature": 1, "enable_debug_dump": None}
 """Settings of a loss, with the only value that is accepted; None accepts any."""
 _TRUNCATED = "truncated_importance_sampling"
+_COMPUTED = {
+    _TRUNCATED: "cispo",
+    **dict.fromkeys(("surrogate", "forward_logprob"), "cross_entropy"),
+}
 _CAP = 2.0
 """Of its ratio, by default; `loss_fn_config.clip_ratio` sets another."""
 
@@ -38,36 +42,33 @@ class TrainingCall(NamedTuple):
     """A forward or forward-backward pass."""
 
     loss: str
+    """The trainer's name of the loss."""
+    config: Mapping[str, float]
     rows: list[TargetRow]
     datum_ids: Sequence[str | None]
-    cap: float
-    """Of the ratio, for truncated_importance_sampling."""
-
-    @property
-    def computed(self) -> tuple[str, Mapping[str, float]]:
-        """The loss of the trainer that it is, with its keys.
-
-        Truncated importance sampling is -stop_gradient(min(r, cap)) A lp, which is cispo without a
-        lower bound. `surrogate` and `forward_logprob` are weights times log-probs.
-        """
-        if self.loss == _TRUNCATED:
-            return "cispo", {"epsilon": 1.0, "epsilon_high": self.cap - 1}
-        plain = self.loss in ("surrogate", "forward_logprob")
-        return ("cross_entropy" if plain else self.loss), {}
 
 
 def training_call(payload: Json, key: str, limits: RequestLimits) -> TrainingCall:
-    """Raises ServiceError for data that doesn't fit the loss."""
+    """Raises ServiceError for data that doesn't fit the loss.
+
+    Truncated importance sampling is -stop_gradient(min(r, cap)) A lp, which is cispo without a
+    lower bound. `surrogate` and `forward_logprob` are weights times log-probs.
+    """
     if want(payload, "tensor_transport", str, "default") != "default":
         raise invalid("tensor_transport: only 'default' is supported")
     given = want(payload, key, dict)
     loss = want(given, "loss_fn", str)
     expected = training_fields.known_loss(loss, training_fields.WEAVER_LOSSES)
     cap = _cap(loss, want(given, "loss_fn_config", dict, {}))
+    if (loss, key) == ("forward_logprob", "forward_backward_input"):
+        raise invalid("forward_logprob has no gradient; use it with forward")
     data = objects(given, "data")
     read = [datum_of(datum, expected) for datum in data]
     ids = [want(datum, "datum_id", str, None) for datum in data]
-    return TrainingCall(loss, training_rows(read, expected, limits), ids, cap)
+    config = {"epsilon": 1.0, "epsilon_high": cap - 1} if loss == _TRUNCATED else {}
+    return TrainingCall(
+        _COMPUTED.get(loss, loss), config, training_rows(read, expected, limits), ids
+    )
 
 
 def payload_of(body: Json, model_id: str) -> Json:

@@ -220,20 +220,17 @@ async def apart(name: str, call: Callable[..., Any], *given: Any, abandon: bool 
     swallows it.
     """
     task = asyncio.create_task(_called(call, given), name=name)
-    interrupted = False
-    while not task.done():
-        try:
-            await asyncio.wait([task], timeout=STUCK_SECONDS if interrupted and abandon else None)
-            if interrupted and abandon:
-                break
-        except asyncio.CancelledError:
-            if interrupted and abandon:
-                break
-            interrupted = True
+    try:
+        await asyncio.wait([task])
+    except asyncio.CancelledError:
+        _keep(task)
+        while not task.done():
             task.cancel()
-            _keep(task)
-    if interrupted:
-        raise asyncio.CancelledError
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait([task], timeout=STUCK_SECONDS if abandon else None)
+            if abandon:
+                break
+        raise
     if task.cancelled():
         raise UserCodeError(f"user code cancelled the task {name!r}, in which it was called")
     error = task.exception()

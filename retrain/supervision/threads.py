@@ -26,6 +26,7 @@ class DaemonPool:
         self._free = asyncio.Semaphore(size)
         self._name = name
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        """Of all threads, so that calls begin in their order, whichever thread wakes first."""
         self._threads = 0
         self._idle = 0
         self._abandoned = 0

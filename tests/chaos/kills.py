@@ -46,17 +46,9 @@ LETTERS = "abcdefgh"
 STEPS, EVERY, EVALUATE = 8, 2, 3
 MOST_STARTS = 6
 EVENTS = (
-    "issued",
-    "rollout",
-    "batch",
-    "update",
-    "publish",
-    "snapshot",
-    "checkpoint",
-    "eval",
-    "end",
-)
-DISK = ("fsync", "rename", "replace", "rmtree", "unlink", "write")
+    "issued", "rollout", "batch", "update", "publish", "snapshot", "checkpoint", "eval", "end",
+)  # fmt: skip
+DISK = ["fsync", "rename", "replace", "rmtree", "unlink", "write"]
 BASE: dict[str, Any] = {
     "model": "tiny",
     "prompts": {"type": "list", "rows": [{"prompt": f"{c}=", "answer": c * 4} for c in LETTERS]},

@@ -93,20 +93,9 @@ def play(backend: str, fault: str, folder: Path) -> tuple[int, list[Any], str]:
         options = {"resend": True} if backend == "weaver" else {}
         sections = {**BASE, "backend": {"type": backend, "url": url, **RATE, **options}}
         (home / "run.yaml").write_text(yaml.safe_dump(sections))
-        done = subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "retrain.run",
-                str(home / "run.yaml"),
-                "--run-dir",
-                str(home / "run"),
-            ],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=240,
-        )
+        command = [sys.executable, "-m", "retrain.run", str(home / "run.yaml")]
+        command += ["--run-dir", str(home / "run")]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
     file = home / "run" / "metrics.jsonl"
     rows = [[row[key] for key in RESULT] for row in read_lines(file) if "loss" in row]
     return done.returncode, rows, done.stderr[-500:]

@@ -59,14 +59,6 @@ def _take_keeps_what_it_returned() -> Patch:
     return mock.patch.object(Intake, "take", planted)
 
 
-def _checkpoint_misses_finished_groups() -> Patch:
-    return mock.patch.object(Intake, "drain")
-
-
-def _failed_rollouts_count(self: Group) -> list[Trajectory]:
-    return list(self.trajectories)
-
-
 def _a_fault_fails_its_group() -> Patch:
     play = Rollouts.play
 
@@ -86,10 +78,6 @@ def _failure_is_a_reward_of_zero(trajectory: Trajectory, error: UserCodeError) -
     trajectory.outage = is_outage(error)
 
 
-async def _close_nothing(self: Slot) -> None:
-    return
-
-
 def _requests_outlive_their_caller() -> Patch:
     async def planted(what: str, call: Any, seconds: float, key: str) -> Any:
         return await asyncio.shield(asyncio.ensure_future(call))
@@ -103,10 +91,6 @@ def _issue_ahead() -> Patch:
     return mock.patch.object(
         Run, "admitted", property(lambda self: admitted(self) + (self.step > 0))
     )
-
-
-def _any_order() -> Patch:
-    return mock.patch.object(Intake, "_wanted", lambda self, chosen: next(iter(self.held), None))
 
 
 def _stale_groups_are_trained() -> Patch:
@@ -126,17 +110,19 @@ BUGS: dict[str, Callable[[], Patch]] = {
     "a resume forgets open prompts": _restore_forgets_open_prompts,
     "a checkpoint skips a row": _state_skips_a_row,
     "a group is trained twice": _take_keeps_what_it_returned,
-    "a checkpoint misses finished groups": _checkpoint_misses_finished_groups,
+    "a checkpoint misses finished groups": lambda: mock.patch.object(Intake, "drain"),
     "failed rollouts get credit": lambda: mock.patch.object(
-        Group, "scored", property(_failed_rollouts_count)
+        Group, "scored", property(lambda self: list(self.trajectories))
     ),
     "a fault fails its whole group": _a_fault_fails_its_group,
     "a failure is a reward of 0": lambda: mock.patch(
         "retrain.rollout.episode.fail", _failure_is_a_reward_of_zero
     ),
-    "environments stay open": lambda: mock.patch.object(Slot, "close", _close_nothing),
+    "environments stay open": lambda: mock.patch.object(Slot, "close", mock.AsyncMock()),
     "requests outlive the run": _requests_outlive_their_caller,
     "work starts too early": _issue_ahead,
-    "in_order trains any order": _any_order,
+    "in_order trains any order": lambda: mock.patch.object(
+        Intake, "_wanted", lambda self, chosen: next(iter(self.held), None)
+    ),
     "stale groups are trained": _stale_groups_are_trained,
 }

@@ -11,19 +11,9 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
-
-
-class Named(Protocol):
-    """A row of a table."""
-
-    @property
-    def name(self) -> str: ...
-
-
-Row = TypeVar("Row", bound=Named)
 
 
 def run_forked(
@@ -91,8 +81,8 @@ def beside(jobs: Sequence[Callable[[], T]], folder: Path, at_once: int) -> list[
 
 
 def play_table(
-    rows: Sequence[Row],
-    play: Callable[[Row, Path], list[str]],
+    rows: Sequence[Any],
+    play: Callable[[Any, Path], list[str]],
     what: str,
     *,
     words: Sequence[str] | None = None,

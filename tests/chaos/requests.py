@@ -18,7 +18,7 @@ import tempfile
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,8 @@ SETTINGS: Mapping[str, Any] = {
 }
 """Small limits, so that reaching them is quick."""
 PROTOBUF = {"Content-Type": "application/x-protobuf"}
+HEADERS = [PROTOBUF, {"Content-Type": "text/plain"}, {"Content-Encoding": "gzip"}]
+HEADERS += [{"X-Big": "x" * 100_000}, {"Accept": "\xff" * 100}]
 RATIO = {
     "target_tokens": (TOKENS[1:], "int64"),
     "logprobs": ([-1.0] * 5,),
@@ -266,15 +268,7 @@ class Fuzz:
         elif kind < 0.83:
             content, headers = self.random.choice(bombs()), {"Content-Encoding": "zstd"}
         elif kind < 0.86:
-            headers = self.random.choice(
-                [
-                    PROTOBUF,
-                    {"Content-Type": "text/plain"},
-                    {"Content-Encoding": "gzip"},
-                    {"X-Big": "x" * 100_000},
-                    {"Accept": "\xff" * 100},
-                ]
-            )
+            headers = self.random.choice(HEADERS)
         elif kind < 0.93:
             path, method = "forward_backward", "POST"
             content, headers = protobuf(self.sender.ids, self._next_seq_id(), self.random), PROTOBUF
@@ -415,13 +409,7 @@ def resident() -> int:
 def fuzz(folder: Path, count: int, seed: int) -> Counter[str]:
     """Send `count` requests; returns the replies by status, raises BrokenRule."""
     made: list[ServiceApp] = []
-
-    def keep(app: ServiceApp) -> ServiceApp:
-        made.append(app)
-        return app
-
-    wrap: Callable[[ServiceApp], Any] = keep
-    with on_a_port(folder, wrap, **SETTINGS) as url:
+    with on_a_port(folder, lambda app: made.append(app) or app, **SETTINGS) as url:
         run = Fuzz(url, made[0], seed)
         try:
             run.run(count)

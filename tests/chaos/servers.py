@@ -83,11 +83,7 @@ TABLE = (
     ),
     Deaths(
         "group",
-        (
-            before("/collective_rpc", 3),
-            before("/collective_rpc", 2),
-            after("/collective_rpc", 3),
-        ),
+        (before("/collective_rpc", 3), before("/collective_rpc", 2), after("/collective_rpc", 3)),
         "group",
     ),
     Deaths(

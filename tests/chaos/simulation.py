@@ -27,13 +27,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.mock_engine import LETTERS, mock_config
-from retrain.assembly import Given, Parts, assemble
+from retrain.assembly import Given
 from retrain.pipeline import train
 from retrain.pipeline.checkpoint import Checkpoints
 from retrain.scoring import Scorer, WeightedReward
 from tests.chaos.judgement import judge_credit, judge_faults, judge_log
 from tests.chaos.virtual_time import DeadlockError, VirtualLoop, virtual
 from tests.chaos.world import Engine, Faulty, Share, World
+from tests.pipe_kit import parts_with
 
 STARTS = 12
 """A history that still isn't complete after this many starts is a violation (of P4)."""
@@ -157,18 +158,10 @@ async def _train(history: History) -> str:
     world = history.world
     config = history.config.model_copy(update={"run_dir": history.folder})
     scorer = Scorer([WeightedReward("share", 1.0, Share(world))], deadlines=config.deadlines)
-    made = assemble(config, Given(environment=lambda: Faulty(world), scorer=scorer))
-    parts = _Parts(**{name: getattr(made, name) for name in made.__dataclass_fields__})
-    object.__setattr__(parts, "adapter", Engine(world, config))
+    given = Given(environment=lambda: Faulty(world), scorer=scorer)
+    parts = parts_with(config, Engine(world, config), given)
     started = (history.folder / "events.jsonl").exists()
     return str((await train(config, resume=started, parts=parts, console=False)).status)
-
-
-class _Parts(Parts):
-    adapter: Engine
-
-    def open_adapter(self) -> Engine:
-        return self.adapter
 
 
 def campaign(histories: int, seed: int) -> tuple[dict[int, list[str]], Counter[str]]:

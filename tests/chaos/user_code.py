@@ -241,43 +241,35 @@ class Misbehaving(Environment):
         return StepResult([], *OK, {}) if returned is None else returned
 
     async def _do(self, hook: str) -> Any:
-        return await _result(self.fault) if self.fault.hook == hook else None
+        returned = self.fault.call() if self.fault.hook == hook else None
+        return await returned if asyncio.iscoroutine(returned) else returned
 
 
-async def _result(fault: Fault) -> Any:
-    returned = fault.call()
-    return await returned if asyncio.iscoroutine(returned) else returned
-
-
-def scored(prompt: str, completion: str, fault: str = "") -> float:
+def scored(prompt: str, completion: str, fault: str) -> Any:
     """Share of right letters. A plain function, as most rewards are."""
-    row = BY_NAME.get(fault)
-    if row is not None and row.hook == "reward" and prompt == FAULTY:
-        returned = (
-            asyncio.run(_result(row)) if asyncio.iscoroutinefunction(row.call) else row.call()
-        )
-        if returned is not None:
-            return returned  # type: ignore[no-any-return]  # on purpose
-    return sum(a == prompt[0] for a in completion) / 4
+    returned = BY_NAME[fault].call() if prompt == FAULTY else None
+    return share(prompt, completion) if returned is None else returned
 
 
-async def scored_async(prompt: str, completion: str, fault: str = "") -> float:
-    row = BY_NAME.get(fault)
-    if row is not None and row.hook == "reward" and prompt == FAULTY:
-        returned = await _result(row)
-        if returned is not None:
-            return returned  # type: ignore[no-any-return]  # on purpose
-    return sum(a == prompt[0] for a in completion) / 4
+async def scored_async(prompt: str, completion: str, fault: str) -> Any:
+    returned = await BY_NAME[fault].call() if prompt == FAULTY else None
+    return share(prompt, completion) if returned is None else returned
+
+
+def share(prompt: str, completion: str) -> float:
+    return sum(letter == prompt[0] for letter in completion) / 4
 
 
 def config(fault: Fault) -> dict[str, Any]:
-    is_async = asyncio.iscoroutinefunction(fault.call)
-    function = "scored_async" if is_async else "scored"
+    rewards = []
+    if fault.hook == "reward":
+        function = "scored_async" if asyncio.iscoroutinefunction(fault.call) else "scored"
+        rewards = [{"type": f"tests.chaos.user_code:{function}", "fault": fault.name}]
     return {
         "model": "tiny",
         "prompts": {"type": "list", "rows": [f"{letter}=" for letter in LETTERS]},
         "environment": {"type": "tests.chaos.user_code:Misbehaving", "fault": fault.name},
-        "rewards": [{"type": f"tests.chaos.user_code:{function}", "fault": fault.name}],
+        "rewards": rewards or ["tests.chaos.user_code:share"],
         "algorithm": {"type": "grpo", "group_size": 2},
         "backend": {"type": "benchmarks.mock_engine:MockOptions"},
         "sampling": {"max_tokens": 4},
