@@ -261,6 +261,8 @@ QUICK = (
     "backend.learning_rate=1e-2",
     "algorithm.scale=group",
     "train.groups_per_step=2",
+    "train.order=in_order",
+    "staleness.target=0",
 )
 
 
@@ -269,7 +271,7 @@ QUICK = (
 def test_the_included_agent_trains_on_every_backend(tmp_path: Path, backend: str) -> None:
     """The reward rises on trl; the others take the same steps."""
     pytest.importorskip("openai")
-    short = {"trl": ["train.total_train_steps=14", *QUICK]}
+    short = {"trl": ["train.total_train_steps=9", *QUICK]}
     remote = [f"backend.type={backend}", "backend.url=local", "train.total_train_steps=2"]
     keys = [f"run_dir={tmp_path / 'run'}", *short.get(backend, [*remote, "algorithm.group_size=4"])]
     before = set(sys.modules)
