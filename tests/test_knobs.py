@@ -161,7 +161,7 @@ KNOBS: dict[str, Knob] = {
     "endpoint.honour": Knob(
         ["stop"],
         elsewhere="test_endpoint_server.py::"
-        "test_arguments_without_effect_are_logged_once"),
+        "test_every_name_without_effect_is_logged_once"),
     "staleness.target": Knob(1, {"rollout": {"slots": 2}}),
     "staleness.max": Knob(99, STRAGGLER),
     "train.total_train_steps": Knob(1),
