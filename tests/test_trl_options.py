@@ -192,7 +192,7 @@ def test_a_loss_of_ones_own_is_found_by_its_path(tmp_path):
     ("loss", "keys", "message"),
     [
         ("mine.py:whole", {}, "algorithm.loss: there is no whole in "),
-        ("mine.py:two", {}, "algorithm.loss: mine.py:two is two(logprobs, advantages), which "),
+        ("mine.py:two", {}, "algorithm.loss: mine.py:two "),
         ("mine.py:keyed", {}, "define it as (logprobs, old_logprobs, advantages, mask)"),
         ("mine.py:Class", {}, "algorithm.loss: Class in "),
         ("mine.py:right", {"beta": 1}, "algorithm.loss_config: got beta, but a custom loss"),

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 from retrain.algorithms.base import Algorithm
@@ -42,14 +41,15 @@ def custom_loss(config: RunConfig) -> Callable[..., Any] | None:
     function: Callable[..., Any] = find_plugin(
         Kind("loss", LossFunction, callable), loss, "algorithm.loss", config.base_dir
     )
-    with suppress(ValueError):  # some built-in functions have no signature
-        try:
-            inspect.signature(function).bind(*range(4))
-        except TypeError as error:
-            raise PluginError(
-                f"algorithm.loss: {loss} can't be called with four tensors ({error}); define it "
-                "as (logprobs, old_logprobs, advantages, mask)"
-            ) from None
+    try:
+        inspect.signature(function).bind(*range(4))
+    except TypeError as error:
+        raise PluginError(
+            f"algorithm.loss: {loss} can't be called with four tensors ({error}); define it "
+            "as (logprobs, old_logprobs, advantages, mask)"
+        ) from None
+    except ValueError:  # some built-in functions have no signature
+        pass
     if keys := loss_keys(config):
         raise ConfigError(
             f"algorithm.loss_config: got {', '.join(keys)}, but a custom loss takes no keys; give "

@@ -175,19 +175,18 @@ class Intake:
     async def _next(self, chosen: dict[Ticket, Group]) -> Group | None:
         """The next finished group: any, or the one that was issued first with `in_order`."""
         while True:
-            if self._train.order == "ready":
-                wanted = next(iter(self.held), None)
-            else:
-                wanted = next(
-                    (ticket for ticket in self._ledger.open if ticket not in chosen), None
-                )
-            if wanted in self.held:
+            if (wanted := self._wanted(chosen)) in self.held:
                 return self.held.pop(wanted)
             group = await self._done.get()
             if group is not None:
                 self.held[group.ticket] = group
             if self._stopped:
                 return None
+
+    def _wanted(self, chosen: dict[Ticket, Group]) -> Ticket | None:
+        if self._train.order == "ready":
+            return next(iter(self.held), None)
+        return next((ticket for ticket in self._ledger.open if ticket not in chosen), None)
 
     def _unfit(self, group: Group, version: int, refills: int) -> str | None:
         """The cause why a group can't be trained; None when it can."""

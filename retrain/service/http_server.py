@@ -44,12 +44,13 @@ def make_server(app: ASGIApp, settings: HttpLimits) -> uvicorn.Server:
 
 class _HttpServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
         for listening in sockets or []:
-            listening.listen(BACKLOG)
             # Connections inherit it. asyncio sets it only on sockets with an explicit protocol, and
             # without it each reply waits 40 ms for the client's acknowledgement.
             listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        await super().startup(sockets)
+        for listening in sockets or []:
+            listening.listen(BACKLOG)
 
 
 class _Door:
