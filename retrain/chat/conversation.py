@@ -24,7 +24,6 @@ from __future__ import annotations
 import re
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final
@@ -194,7 +193,8 @@ class Conversation:
 
     def fork(self) -> Conversation:
         """An independent copy that shares what has been tokenized."""
-        forked = copy(self)
+        forked = object.__new__(Conversation)
+        forked.__dict__.update(self.__dict__)  # copy.copy takes 4 us
         forked.messages = self.messages.copy()
         return forked
 
