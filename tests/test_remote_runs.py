@@ -136,6 +136,7 @@ async def test_runs_outlive_the_kill_of_their_service_and_train_nothing_twice(tm
         for one in waiting.values():  # none is to be done before the other is there
             await one.saved.wait()
         service.kill()
+        await asyncio.to_thread(service.wait)  # it has let go of its port and folder
         port = int(url.rpartition(":")[2])
         service, _ = await asyncio.to_thread(
             stack.enter_context, as_process(killed / "service", port=port)
