@@ -1,6 +1,7 @@
 """Checkpoints, resumes and the order of groups at awkward moments."""
 
 import asyncio
+import json
 from contextlib import suppress
 from pathlib import Path
 
@@ -119,6 +120,13 @@ async def test_a_checkpoint_of_another_format_is_refused_and_no_older_one_taken(
         await train(longer, resume=True)
     with pytest.raises(CheckpointError, match="format 7, expected"):
         verified(manifest.parent)
+
+
+@pytest.mark.parametrize("files", [{}, {"../elsewhere": [0, ""]}, {"/elsewhere": [0, ""]}])
+def test_a_manifest_names_files_of_its_own_folder(files, tmp_path):
+    (tmp_path / "manifest.json").write_text(json.dumps({"format": FORMAT, "files": files}))
+    with pytest.raises(CheckpointError, match="its own folder"):
+        verified(tmp_path)
 
 
 async def test_a_checkpoint_asked_for_by_a_callback_is_not_written_twice(tmp_path):

@@ -344,7 +344,10 @@ def _problem(folder: Path) -> str | None:
                 "Resume with the version of retrain that wrote it, or start a new run with "
                 "--run-dir."
             )
-        for name, (size, digest) in manifest["files"].items():
+        entries = manifest["files"].items()
+        if not entries or any(_leaves(name) for name, _ in entries):
+            return "its manifest doesn't name files of its own folder"
+        for name, (size, digest) in entries:
             path = folder / name
             if path.stat().st_size != size or _digest(path) != digest:
                 return f"{name} doesn't match the manifest"
@@ -353,6 +356,11 @@ def _problem(folder: Path) -> str | None:
     except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         return f"can't read its manifest ({type(error).__name__}: {error})"
     return None
+
+
+def _leaves(name: str) -> bool:
+    """Whether a path leads out of its folder."""
+    return Path(name).is_absolute() or ".." in Path(name).parts
 
 
 def _differences(old: Any, new: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
