@@ -408,8 +408,7 @@ async def credit(run: Run, groups: Sequence[Group]) -> tuple[Batch, bool, Metric
     parts = run.parts
     noted = await review(parts, groups, run.record.fault)
     paired = row_of(parts.loss).reads == "pairs"
-    scored = [Group(group.prompt, group.scored) for group in groups]
-    alike = [part for group in scored for part in group.by_seat]
+    alike = [part for group in scored(groups) for part in group.by_seat]
     returned = await apart("advantages", parts.algorithm.advantages, alike)
     credits = fitting(alike, returned, f"the algorithm {type(parts.algorithm).__name__}")
     samples = make_samples(alike, credits, paired=paired)
@@ -428,6 +427,11 @@ async def credit(run: Run, groups: Sequence[Group]) -> tuple[Batch, bool, Metric
     return batch, has_credit, noted
 
 
+def scored(groups: Sequence[Group]) -> list[Group]:
+    """The groups, without the rollouts that failed."""
+    return [Group(group.prompt, group.scored) for group in groups]
+
+
 async def update(
     run: Run, groups: Sequence[Group], batch: Batch, *, skipped: bool = False
 ) -> Metrics:
@@ -442,8 +446,7 @@ async def update(
     backend, learner = run.backend, run.parts.learner
     backend.whole = False
     if not skipped:
-        scored = [Group(group.prompt, group.scored) for group in groups]
-        call = learner.update(scored, batch) if learner else backend.adapter.update(batch)
+        call = learner.update(scored(groups), batch) if learner else backend.adapter.update(batch)
         metrics = await backend.within("update", call)
     if not math.isfinite(metrics.get("loss", 0.0)):
         raise NonFiniteError(f"the loss of step {number} is {metrics['loss']}")
