@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 import retrain
 
@@ -21,6 +24,15 @@ sampling: {max_tokens: 4}
 chat: none
 train: {total_train_steps: 3, groups_per_step: 2}
 """
+
+
+def written(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The config of a run without a model, in `folder`, which becomes the working directory."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", [str(ROOT), *sys.path])
+    path = folder / "task.yaml"
+    path.write_text(CONFIG)
+    return path
 
 
 def events(run_dir: Path) -> list[dict[str, Any]]:

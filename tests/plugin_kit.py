@@ -23,6 +23,13 @@ class Mine(Environment):
 """
 
 
+def written(folder: Path) -> Path:
+    """`folder`, with the environment in mine.py, which imports constants.py."""
+    (folder / "mine.py").write_text(ENVIRONMENT)
+    (folder / "constants.py").write_text("WORD = 'hello'")
+    return folder
+
+
 def found(kind: str, text: str, folder: Path) -> Any:
     return find_plugin(KINDS[kind], text, f"{kind}.type", folder)
 

@@ -9,16 +9,14 @@ import pytest
 
 from retrain.algorithms.grpo import GRPO
 from retrain.errors import PluginError
-from tests.plugin_kit import ENVIRONMENT, make, problems
+from tests.plugin_kit import make, problems, written
 
 pytestmark = pytest.mark.usefixtures("clean_imports")
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    (tmp_path / "mine.py").write_text(ENVIRONMENT)
-    (tmp_path / "constants.py").write_text("WORD = 'hello'")
-    return tmp_path
+    return written(tmp_path)
 
 
 def test_a_run_is_put_together(folder: Path) -> None:
@@ -96,7 +94,7 @@ class Options(AdapterOptions):
         return Capabilities(losses=frozenset({"ppo", "importance_sampling", "dro"}),
                             max_staleness=3, sampling=frozenset({"max_tokens", "temperature"}))
     def problems(self, config):
-        return ["backend: told by problems()"] if config.train.seed == 13 else []
+        return ["backend: from problems()"] if config.train.seed == 13 else []
 """
 
 

@@ -29,7 +29,7 @@ from retrain.config.yaml_text import parse_yaml
 from retrain.environment import Environment
 from retrain.errors import PluginError
 from retrain.scoring import FunctionReward
-from tests.plugin_kit import ENVIRONMENT, found, problems, refusal
+from tests.plugin_kit import found, problems, refusal, written
 
 ROOT = Path(retrain.__file__).resolve().parent.parent
 
@@ -39,9 +39,7 @@ pytestmark = pytest.mark.usefixtures("clean_imports")
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    (tmp_path / "mine.py").write_text(ENVIRONMENT)
-    (tmp_path / "constants.py").write_text("WORD = 'hello'")
-    return tmp_path
+    return written(tmp_path)
 
 
 def test_built_in_names_are_files() -> None:

@@ -68,7 +68,7 @@ def test_an_empty_observation_starts_another_turn_of_the_model() -> None:
     assert seen(tokenizer, conversation).endswith("4<|im_end|>\n<|im_start|>assistant\n")
 
 
-# What a user is told
+# Errors and warnings
 
 
 @pytest.mark.parametrize(

@@ -22,19 +22,14 @@ from retrain.config import RunConfig, load_config
 from retrain.errors import ConfigError
 from retrain.pipeline.resume import in_run_dir
 from retrain.supervision.locks import FolderLock
-from tests.cli_kit import CONFIG, ROOT, events
+from tests.cli_kit import CONFIG, ROOT, events, written
 
 QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
 
 
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run without a model, in a folder of its own."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [str(ROOT), *sys.path])
-    path = tmp_path / "task.yaml"
-    path.write_text(CONFIG)
-    return path
+    return written(tmp_path, monkeypatch)
 
 
 def test_a_run_says_what_it_loads_and_ends_with_0_and_its_directory(

@@ -178,8 +178,8 @@ train: {total_train_steps: "${N}", shuffle: "${UNSET:-false}"}
 def test_all_unset_variables_are_told_with_their_keys(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.delenv("UNSET", raising=False)
     text = "model: ${UNSET}\nprompts: [a]\nloggers: [{type: wandb, project: 'x${UNSET}'}]\n"
-    told = refused(tmp_path, f"{text}train: {{seed: '${{UNSET}}', x: 1}}\nname: ${{a.b\n")
-    paths = [line.split(": ")[1] for line in told.splitlines()[1:]]
+    message = refused(tmp_path, f"{text}train: {{seed: '${{UNSET}}', x: 1}}\nname: ${{a.b\n")
+    paths = [line.split(": ")[1] for line in message.splitlines()[1:]]
     assert paths == ["model", "loggers.0.project", "train.seed", "name", "train.x"]
     config = load_config(write(tmp_path, text), ["model=tiny", "loggers=[]"])
     assert config.model == "tiny"

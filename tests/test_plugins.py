@@ -13,16 +13,14 @@ from pydantic import BaseModel
 from retrain.config.binding import bind
 from retrain.errors import PluginError, place_of
 from retrain.types import Completion, Group, Prompt, Trajectory, Turn
-from tests.plugin_kit import ENVIRONMENT, found, make, problems, refusal
+from tests.plugin_kit import ENVIRONMENT, found, make, problems, refusal, written
 
 pytestmark = pytest.mark.usefixtures("clean_imports")
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    (tmp_path / "mine.py").write_text(ENVIRONMENT)
-    (tmp_path / "constants.py").write_text("WORD = 'hello'")
-    return tmp_path
+    return written(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["mine.py:Mine", "mine:Mine", "mine.py"])

@@ -14,17 +14,12 @@ from pathlib import Path
 import pytest
 
 from retrain.cli.process import STOPPING_EARLY
-from tests.cli_kit import CONFIG, ROOT, events
+from tests.cli_kit import ROOT, events, written
 
 
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run without a model, in a folder of its own."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [str(ROOT), *sys.path])
-    path = tmp_path / "task.yaml"
-    path.write_text(CONFIG)
-    return path
+    return written(tmp_path, monkeypatch)
 
 
 def run_apart(

@@ -156,7 +156,7 @@ def slot_of(
     )
 
 
-def told(group: Group) -> list[Any]:
+def outcome_of(group: Group) -> list[Any]:
     """All of the trajectories but their times."""
     return [
         (t.outcome, [(x.prompt_ids, x.completion, x.observation) for x in t.turns], t.reward,
@@ -191,9 +191,9 @@ def test_p5_a_fault_touches_its_own_rollout_only(bad: int, fault: str, where: st
     makes[bad] = partial(Faulty, fault, where)
 
     async def compare() -> None:
-        expected, limit = told(await played()), 0.1 if fault in LATE else 30.0
+        expected, limit = outcome_of(await played()), 0.1 if fault in LATE else 30.0
         group = await played(*makes, setup=limit, reset=limit, step=limit, close=limit)
-        failed, rows = group.trajectories[bad], told(group)
+        failed, rows = group.trajectories[bad], outcome_of(group)
         del rows[bad], expected[bad]
         assert rows == expected
         assert failed.outcome != "ok"
@@ -214,9 +214,9 @@ async def test_a_close_that_fails_is_a_fault_and_bounded(
     monkeypatch.setattr(boundary, "STUCK_SECONDS", 0.02)
     faults: list[str] = []
     group = await played(partial(Faulty, fault, "close"), faults=faults, close=0.03)
-    assert told(group) == told(await played())
-    [told_of] = faults
-    assert told_of.startswith("Faulty.close")
+    assert outcome_of(group) == outcome_of(await played())
+    [fault_found] = faults
+    assert fault_found.startswith("Faulty.close")
 
 
 async def test_setups_that_never_end_hold_no_place_of_others(
